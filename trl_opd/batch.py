@@ -1,0 +1,175 @@
+"""Rollout and ScoredBatch: the vocabulary that the stages of a step share.
+
+Shapes: B sequences (completions), T tokens of the padded sequence. A row is its prompt, then its completion, then padding:
+padding stands on the right only. Every (B, T) tensor belongs to `ids_BT`: the value at t is that of token t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a rollout engine returns for one prompt."""
+
+    ids: list[int]
+    """The sampled tokens, the stop token included."""
+    logps: list[float]
+    """Nats, one for each of `ids`, under the distribution it was sampled from."""
+    stopped: bool
+    """True if it ended with a stop token, False if it was cut at the length limit."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Completions the student sampled, each with its prompt, as padded tensors on the training device."""
+
+    ids_BT: Tensor
+    attention_mask_BT: Tensor
+    """True on prompt and completion, False on padding."""
+    mask_BT: Tensor
+    """The action mask: True on sampled tokens that are trained on."""
+    sampled_logps_BT: Tensor
+    """Nats, fp32; 0 off the completion."""
+    prompt_lengths_B: Tensor
+    completion_lengths_B: Tensor
+    """Tokens, whether they are trained on or not."""
+    stopped_B: Tensor
+    rows: tuple[dict[str, Any], ...]
+    """The dataset row behind each sequence."""
+    teacher_prompts: tuple[list[int], ...] | None = None
+    """Token ids of the prompt the teacher sees in place of the student's, where it has its own."""
+
+    def __len__(self) -> int:
+        return len(self.ids_BT)
+
+    @classmethod
+    def build(
+        cls,
+        prompts: Sequence[list[int]],
+        completions: Sequence[Completion],
+        rows: Sequence[dict[str, Any]],
+        *,
+        pad_id: int,
+        device: torch.device,
+        teacher_prompts: Sequence[list[int]] | None = None,
+        mask_truncated: bool = False,
+    ) -> Rollout:
+        """Pads ragged prompts and completions. The masks come from the lengths, so that the pad id may be any id.
+
+        Raises:
+            ValueError: If prompts, completions, log-probs and rows differ in number; both numbers are in the message.
+        """
+        _same_length("prompts", prompts, "completions", completions)
+        _same_length("prompts", prompts, "dataset rows", rows)
+        if teacher_prompts is not None:
+            _same_length("prompts", prompts, "teacher prompts", teacher_prompts)
+        for number, completion in enumerate(completions):
+            _same_length(f"token ids of completion {number}", completion.ids, "log-probs", completion.logps)
+
+        ids = [prompt + completion.ids for prompt, completion in zip(prompts, completions, strict=True)]
+        logps = [[0.0] * len(prompt) + completion.logps for prompt, completion in zip(prompts, completions, strict=True)]
+        prompt_lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        completion_lengths_B = torch.tensor([len(completion.ids) for completion in completions], device=device)
+        stopped_B = torch.tensor([completion.stopped for completion in completions], device=device)
+        ids_BT = pad_right(ids, pad_id, torch.long, device)
+        position_T = torch.arange(ids_BT.shape[1], device=device)
+        attention_mask_BT = position_T < (prompt_lengths_B + completion_lengths_B)[:, None]
+        mask_BT = attention_mask_BT & (position_T >= prompt_lengths_B[:, None])
+        if mask_truncated:
+            mask_BT &= stopped_B[:, None]
+        return cls(
+            ids_BT=ids_BT,
+            attention_mask_BT=attention_mask_BT,
+            mask_BT=mask_BT,
+            sampled_logps_BT=pad_right(logps, 0.0, torch.float32, device),
+            prompt_lengths_B=prompt_lengths_B,
+            completion_lengths_B=completion_lengths_B,
+            stopped_B=stopped_B,
+            rows=tuple(rows),
+            teacher_prompts=None if teacher_prompts is None else tuple(teacher_prompts),
+        )
+
+    def completion_ids(self) -> list[list[int]]:
+        """Each row's sampled tokens without padding."""
+        starts, lengths = self.prompt_lengths_B.tolist(), self.completion_lengths_B.tolist()
+        return [ids[start : start + length] for ids, start, length in zip(self.ids_BT.tolist(), starts, lengths, strict=True)]
+
+    def with_sampled_logps(self, sampled_logps_BT: Tensor) -> Rollout:
+        """The same sequences with other log-probs of their tokens."""
+        check_shape("sampled_logps", sampled_logps_BT, self.ids_BT)
+        return replace(self, sampled_logps_BT=sampled_logps_BT)
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """A rollout, or a part of it, with all that training needs: tensors only, computed once, not changed after."""
+
+    ids_BT: Tensor
+    attention_mask_BT: Tensor
+    mask_BT: Tensor
+    sampled_logps_BT: Tensor
+    teacher_logps_BT: Tensor
+    reward_advantages_B: Tensor
+    advantages_BT: Tensor
+
+    def __len__(self) -> int:
+        return len(self.ids_BT)
+
+    @classmethod
+    def of(cls, rollout: Rollout, teacher_logps_BT: Tensor, reward_advantages_B: Tensor, advantages_BT: Tensor) -> ScoredBatch:
+        """A rollout with its scores, whose shapes are checked."""
+        check_shape("teacher log-probs", teacher_logps_BT, rollout.ids_BT)
+        check_shape("advantages", advantages_BT, rollout.ids_BT)
+        return cls(
+            ids_BT=rollout.ids_BT,
+            attention_mask_BT=rollout.attention_mask_BT,
+            mask_BT=rollout.mask_BT,
+            sampled_logps_BT=rollout.sampled_logps_BT,
+            teacher_logps_BT=teacher_logps_BT,
+            reward_advantages_B=reward_advantages_B,
+            advantages_BT=advantages_BT,
+        )
+
+    def split(self, sizes: Sequence[int]) -> list[ScoredBatch]:
+        """Consecutive parts of `sizes` rows, each cut to its own longest row."""
+        assert sum(sizes) == len(self), f"parts of {sum(sizes)} rows out of {len(self)}"
+        parts, start = [], 0
+        for size in sizes:
+            width = int(self.attention_mask_BT[start : start + size].sum(dim=1).max())
+            tensors = {f.name: getattr(self, f.name)[start : start + size] for f in fields(self)}
+            parts.append(ScoredBatch(**{name: t[:, :width] if t.dim() == 2 else t for name, t in tensors.items()}))
+            start += size
+        return parts
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The tensors by name, for a checkpoint."""
+        return {f.name: getattr(self, f.name).cpu() for f in fields(self)}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Tensor], device: torch.device) -> ScoredBatch:
+        """The inverse of `state_dict`."""
+        return cls(**{name: tensor.to(device) for name, tensor in state.items()})
+
+
+def pad_right(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Stacks ragged rows into (B, T), filled up with `value` on the right."""
+    width = max(len(row) for row in rows)
+    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=dtype, device=device)
+
+
+def check_shape(name: str, tensor: Tensor, ids_BT: Tensor) -> None:
+    """Raises ValueError if `tensor` does not belong to `ids_BT` position by position."""
+    if tensor.shape != ids_BT.shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but the token ids have {tuple(ids_BT.shape)}.")
+
+
+def _same_length(name: str, one: Sequence[Any], other_name: str, other: Sequence[Any]) -> None:
+    if len(one) != len(other):
+        raise ValueError(f"{len(one)} {name} came with {len(other)} {other_name}; there must be one for each.")

@@ -1,0 +1,220 @@
+"""Checks of what is put together for a run, before it starts: same tokens, same ends, room for the text."""
+
+from __future__ import annotations
+
+import warnings
+
+import datasets
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .advantage import reverse_kl
+from .batch import Rollout, ScoredBatch, check_shape
+from .config import OnPolicyDistillationConfig
+from .prompts import PromptEncoder
+
+
+class DistillationWarning(UserWarning):
+    """Something about a run looks wrong, though it can work."""
+
+
+def warn(message: str) -> None:
+    """Issues a `DistillationWarning`."""
+    warnings.warn(message, DistillationWarning, stacklevel=3)
+
+
+def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Gives a tokenizer without a pad token its EOS token for one; masks come from lengths, so that this is safe."""
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ValueError(
+                "The tokenizer has neither a pad token nor an EOS token. Set tokenizer.pad_token to any token and pass the "
+                "tokenizer as processing_class."
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def policy_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Number of ids that mean something: one more than the tokenizer's greatest."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def check_vocab_rows(model: PreTrainedModel | PeftModel, vocab_size: int, role: str) -> None:
+    """Raises ValueError if the model has fewer rows than the tokenizer has ids. More rows are padding, and fine."""
+    rows = model.config.get_text_config().vocab_size
+    if rows < vocab_size:
+        raise ValueError(
+            f"The tokenizer has {vocab_size} ids, but the {role} has a vocabulary of {rows} rows, so that it cannot score the last "
+            f"{vocab_size - rows}. Resize its embeddings (model.resize_token_embeddings) or use the tokenizer it came with."
+        )
+
+
+def check_same_tokens(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError if an id means different tokens to student and teacher; vocabularies of different size are fine."""
+    teacher_tokens = {token_id: token for token, token_id in teacher.get_vocab().items()}
+    different = sorted(
+        (token_id, token, teacher_tokens[token_id])
+        for token, token_id in student.get_vocab().items()
+        if teacher_tokens.get(token_id, token) != token
+    )
+    if different:
+        examples = "; ".join(
+            f"id {i} is {mine!r} to the student, {theirs!r} to the teacher" for i, mine, theirs in different[:3]
+        )
+        raise ValueError(
+            f"Student and teacher have different tokenizers: {len(different)} ids differ. {examples}. The teacher scores the ids the "
+            "student wrote, so that both must read the same text in them. Choose a teacher of the same model family."
+        )
+
+
+def stop_token_ids(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every id that ends a completion: the tokenizer's EOS and all of the model's."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    stops: set[int] = set()
+    for eos in (
+        tokenizer.eos_token_id,
+        base.generation_config.eos_token_id,
+        base.config.get_text_config().eos_token_id,
+    ):
+        stops |= {eos} if isinstance(eos, int) else set(eos or [])
+    if not stops:
+        raise ValueError(
+            "Neither the tokenizer nor the model names an EOS token, so that no completion could ever end. Set "
+            "tokenizer.eos_token or model.generation_config.eos_token_id."
+        )
+    return sorted(stops)
+
+
+def check_stop_tokens(student: list[int], teacher: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warns if student and teacher have no stop token in common."""
+    if not set(student) & set(teacher):
+        mine, theirs = (tokenizer.convert_ids_to_tokens(ids) for ids in (student, teacher))
+        warn(
+            f"The student ends a completion with {mine}, the teacher with {theirs}. To the teacher the student's stop token is "
+            "unlikely, so that the student would learn never to stop. Use a teacher with the student's chat template, or set "
+            "the student's tokenizer.eos_token to the teacher's."
+        )
+
+
+def prompt_limit(model: PreTrainedModel | PeftModel, args: OnPolicyDistillationConfig) -> int:
+    """Longest prompt in tokens that leaves room for a completion."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # recurrent models have none
+    room = None if context is None else context - args.max_completion_length
+    if room is not None and room < 1:
+        raise ValueError(
+            f"max_completion_length is {args.max_completion_length}, but the student's context is {context} tokens, so that no prompt fits "
+            "before the completion. Lower max_completion_length."
+        )
+    limits = [limit for limit in (room, args.max_prompt_length) if limit is not None]
+    return min(limits, default=2**31)
+
+
+def check_step_has_rows(num_prompts: int, args: OnPolicyDistillationConfig, num_processes: int) -> None:
+    """Raises ValueError if the data does not fill one optimizer step, so that nothing would be trained as configured."""
+    needed = args.step_batch_size * num_processes
+    found = num_prompts * args.num_generations
+    if found < needed:
+        raise ValueError(
+            f"An optimizer step needs {needed} completions (per_device_train_batch_size {args.per_device_train_batch_size} x "
+            f"gradient_accumulation_steps {args.gradient_accumulation_steps} x {num_processes} processes), but train_dataset has "
+            f"{num_prompts} prompts x num_generations {args.num_generations} = {found}. Add prompts or make the step smaller."
+        )
+
+
+def check_devices(num_gpus: int) -> None:
+    """Raises ValueError if one process would use several GPUs through nn.DataParallel."""
+    if num_gpus > 1:
+        raise ValueError(
+            f"This process sees {num_gpus} GPUs and no launcher, which would mean nn.DataParallel; it is not supported. Start it with "
+            "`accelerate launch`, or show it one GPU with CUDA_VISIBLE_DEVICES=0."
+        )
+
+
+def teacher_given(
+    teacher: str | PreTrainedModel | PeftModel | None, args: OnPolicyDistillationConfig
+) -> str | PreTrainedModel | PeftModel:
+    """The teacher from the constructor or the settings; exactly one of them must name it."""
+    if teacher is None and args.teacher_model_name_or_path is None:
+        raise ValueError(
+            "There is no teacher. Pass teacher_model (an id, a path, a model, or 'base' for the student without its adapter) or "
+            "set teacher_model_name_or_path."
+        )
+    return teacher if teacher is not None else args.teacher_model_name_or_path
+
+
+def reward_weights(args: OnPolicyDistillationConfig, num_funcs: int) -> list[float]:
+    """One weight for each reward function."""
+    if num_funcs and args.num_generations < 2:
+        raise ValueError(
+            "reward_funcs are given, but num_generations is 1: a reward counts relative to the mean of its prompt's completions, "
+            "which is the reward itself. Set num_generations to at least 2."
+        )
+    weights = args.reward_weights if args.reward_weights is not None else [1.0] * num_funcs
+    if len(weights) != num_funcs:
+        raise ValueError(f"reward_weights has {len(weights)} values for {num_funcs} reward functions; give one for each.")
+    return list(weights)
+
+
+def drop_long_prompts(
+    dataset: datasets.Dataset | datasets.IterableDataset, encoder: PromptEncoder
+) -> datasets.Dataset | datasets.IterableDataset:
+    """The rows whose prompts fit; how many were dropped is told (of a stream it is not known beforehand)."""
+    if isinstance(dataset, datasets.IterableDataset):
+        return dataset.filter(encoder.fits)
+    kept = dataset.filter(encoder.fits, desc="Dropping long prompts")
+    if dropped := len(dataset) - len(kept):
+        warn(f"{dropped} of {len(dataset)} prompts are longer than {encoder.max_length} tokens and were dropped.")
+    return kept
+
+
+def check_first_rows(rows: list[dict[str, object]], step: int, args: OnPolicyDistillationConfig) -> None:
+    """Raises ValueError if the data ends before it has filled the first optimizer step (a stream's length is not known)."""
+    if step == 0 and len(rows) < args.step_batch_size:
+        check_step_has_rows(len(rows) // args.num_generations, args, num_processes=1)
+
+
+def check_scores(rollout: Rollout, teacher_logps_BT: Tensor, kl_clip: float | None) -> None:
+    """Raises ValueError if the teacher's scores do not belong to the rollout or make no sense on action tokens."""
+    check_shape("teacher log-probs", teacher_logps_BT, rollout.ids_BT)
+    bad_BT = rollout.mask_BT & (teacher_logps_BT.isnan() | (teacher_logps_BT.isinf() if kl_clip is None else False))
+    if bad_BT.any():
+        row, position = (int(i) for i in bad_BT.nonzero()[0])
+        raise ValueError(
+            f"The teacher's log-prob of {int(bad_BT.sum())} sampled tokens is not finite; the first is {float(teacher_logps_BT[row, position])} "
+            f"for id {int(rollout.ids_BT[row, position])} at position {position} of row {row}. NaN points to a broken teacher; -inf means it "
+            "rules the token out, which kl_clip makes a finite penalty."
+        )
+
+
+def check_teacher_differs(rollout: Rollout, teacher_logps_BT: Tensor) -> None:
+    """Warns if, before the first update, the teacher scores as the student does: nothing is to be learned from it."""
+    kl = reverse_kl(rollout.sampled_logps_BT, teacher_logps_BT, rollout.mask_BT)[rollout.mask_BT]
+    if kl.numel() and kl.abs().mean() < 1e-4:
+        warn(
+            f"teacher_kl is {float(kl.mean()):.1e} nats a token before the first update: the teacher scores as the student does. Is "
+            "it the model you meant, and did its weights or adapter load? (A new adapter with teacher_model='base' starts here too: "
+            "student and teacher are then the same.)"
+        )
+
+
+def check_engine_agrees(logps_BT: Tensor, batch: ScoredBatch) -> None:
+    """Warns if the rollout engine's log-probs are not those of the weights that are trained (before the first update)."""
+    gap = (logps_BT.detach() - batch.sampled_logps_BT)[batch.mask_BT].abs()
+    if gap.numel() and gap.mean() > 0.1:
+        warn(
+            f"Before the first update the rollout's log-probs differ from the trainer's by {float(gap.mean()):.2f} nats a token "
+            "(expected: rounding). The engine samples from other weights or at another temperature, or the model treats "
+            "padding or dropout differently while it generates."
+        )
+
+
+def check_sampling(args: OnPolicyDistillationConfig) -> None:
+    """Warns if tokens are not drawn from the distribution that is trained."""
+    if args.truncates_sampling:
+        warn(
+            f"top_p {args.top_p}, top_k {args.top_k}, min_p {args.min_p}, repetition_penalty {args.repetition_penalty}: completions "
+            "are drawn from a truncated distribution. The student's log-probs are therefore recomputed under the full softmax "
+            "(one more forward pass), and the gradient is that of the tokens truncation leaves. 1.0, 0, none and 1.0 avoid both."
+        )

@@ -1,0 +1,79 @@
+"""Completions for people: printed with each token coloured by its advantage, and kept as parquet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from .batch import Rollout, ScoredBatch
+
+FOLDER = "_completions"
+"""Inside output_dir; the underscore keeps it out of what `push_to_hub` sends, prompts may be private."""
+
+
+def completion_records(
+    rollout: Rollout, batch: ScoredBatch, tokenizer: PreTrainedTokenizerBase, step: int
+) -> list[dict[str, Any]]:
+    """One record a completion: its prompt, text and, token by token, text, log-probs and advantage."""
+    advantages, teacher_logps = batch.advantages_BT.tolist(), batch.teacher_logps_BT.tolist()
+    sampled_logps, stopped = batch.sampled_logps_BT.tolist(), rollout.stopped_B.tolist()
+    starts = rollout.prompt_lengths_B.tolist()
+    records = []
+    for row, ids in enumerate(rollout.completion_ids()):
+        span = slice(starts[row], starts[row] + len(ids))
+        records.append(
+            {
+                "step": step,
+                "dataset": rollout.rows[row].get("dataset", "train"),
+                "prompt": tokenizer.decode(rollout.ids_BT[row, : starts[row]]),
+                "completion": tokenizer.decode(ids),
+                "stopped": stopped[row],
+                "reward_advantage": float(batch.reward_advantages_B[row]),
+                "tokens": [tokenizer.decode([token]) for token in ids],
+                "sampled_logps": sampled_logps[row][span],
+                "teacher_logps": teacher_logps[row][span],
+                "advantages": advantages[row][span],
+            }
+        )
+    return records
+
+
+def write_completions(records: list[dict[str, Any]], output_dir: str) -> None:
+    """Writes the records to `<output_dir>/_completions/step_<step>.parquet`."""
+    path = Path(output_dir) / FOLDER / f"step_{records[0]['step']:06d}.parquet"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+
+
+def print_completions(records: list[dict[str, Any]], console: Console | None = None) -> None:
+    """Prints the first completion of each dataset.
+
+    Green: the teacher likes the token better than the student did; red: less. The stronger the colour, the greater |A|; tokens
+    with a negative advantage are underlined too, so that the sign can be seen without colour.
+    """
+    console = console or Console()
+    first = {record["dataset"]: record for record in reversed(records)}
+    for name, record in reversed(first.items()):
+        text = Text(record["prompt"], style="dim")
+        largest = max((abs(a) for a in record["advantages"]), default=0.0) or 1.0
+        for token, advantage in zip(record["tokens"], record["advantages"], strict=True):
+            text.append(token, style=_style(advantage / largest))
+        if not record["stopped"]:
+            text.append(" [cut]", style="yellow")
+        title = f"step {record['step']} · {name} · green: teacher likes it better, red: less"
+        console.print(Panel(text, title=title, title_align="left"))
+
+
+def _style(strength: float) -> str:
+    """A colour for an advantage relative to the row's greatest, in [-1, 1]."""
+    level = int(55 + 200 * min(1.0, abs(strength)))
+    if abs(strength) < 0.02:
+        return ""
+    return f"rgb(0,{level},0)" if strength > 0 else f"underline rgb({level},0,0)"

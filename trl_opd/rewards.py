@@ -1,0 +1,99 @@
+"""Rewards of completions and their part of the advantage. Independent of the teacher."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RewardFunc = Callable[..., Sequence[float | None]]
+"""`reward(prompts, completions, **columns) -> list of float or None`, as in TRL: keyword lists of equal length."""
+
+
+def compute_rewards(
+    reward_funcs: Sequence[RewardFunc],
+    rows: Sequence[dict[str, Any]],
+    completion_texts: Sequence[str],
+    completion_ids: Sequence[list[int]],
+    **more: Any,
+) -> Tensor:
+    """Calls each function once on all completions.
+
+    A function gets `prompts`, `completions`, `completion_ids`, each column of the dataset and `more`, as far as it has
+    parameters for them. Completions of conversational prompts are lists of one assistant message.
+
+    Returns:
+        (B, F) rewards, float64; NaN where a function returned None (it does not apply to that row).
+
+    Raises:
+        ValueError: If a function does not return one value for each completion.
+    """
+    completions = [
+        text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
+        for row, text in zip(rows, completion_texts, strict=True)
+    ]
+    columns = {name: [row.get(name) for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
+    arguments = {
+        **columns,
+        **more,
+        "prompts": [row["prompt"] for row in rows],
+        "completions": completions,
+        "completion_ids": list(completion_ids),
+    }
+    rewards = [_call(func, arguments, len(rows)) for func in reward_funcs]
+    return torch.tensor(rewards, dtype=torch.float64).T
+
+
+def reward_advantages(rewards_BF: Tensor, weights: Sequence[float], num_generations: int, scale: str) -> Tensor:
+    """Weighted rewards, centred on their group of `num_generations` consecutive rows.
+
+    Args:
+        rewards_BF: (B, F), NaN where a function does not apply.
+        weights: One for each function.
+        num_generations: Completions per prompt; divides B.
+        scale: "none", or divide by the standard deviation of the "group" or of the "batch" (plus 1e-4).
+
+    Returns:
+        (B,). A row to which no function applies gets 0 and is left out of its group's mean.
+    """
+    total_B = weighted_rewards(rewards_BF, weights)
+    groups_NG = total_B.view(-1, num_generations)
+    centred_B = (groups_NG - groups_NG.nanmean(dim=1, keepdim=True)).flatten()
+    if scale == "group":
+        deviation_N1 = centred_B.view_as(groups_NG).square().nanmean(dim=1, keepdim=True).sqrt()
+        centred_B = centred_B / (deviation_N1.expand_as(groups_NG).flatten() + 1e-4)
+    elif scale == "batch":
+        centred_B = centred_B / (_deviation(total_B) + 1e-4)
+    return centred_B.nan_to_num(nan=0.0)
+
+
+def weighted_rewards(rewards_BF: Tensor, weights: Sequence[float]) -> Tensor:
+    """(B,) sums of weight x reward over the functions that apply; NaN where none does."""
+    weighted_BF = rewards_BF * torch.tensor(weights, dtype=rewards_BF.dtype)
+    return torch.where(rewards_BF.isnan().all(dim=1), torch.nan, weighted_BF.nansum(dim=1))
+
+
+def reward_name(func: RewardFunc) -> str:
+    """The name metrics use: the function's, or the class's of a callable object or a partial."""
+    return getattr(func, "__name__", type(func).__name__)
+
+
+def _deviation(values: Tensor) -> Tensor:
+    known = values[~values.isnan()]
+    return known.std(correction=0) if len(known) else values.new_zeros(())
+
+
+def _call(func: RewardFunc, arguments: dict[str, Any], count: int) -> list[float]:
+    parameters = inspect.signature(func).parameters.values()
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        arguments = {p.name: arguments[p.name] for p in parameters if p.name in arguments}
+    values = list(func(**arguments))
+    if len(values) != count:
+        raise ValueError(
+            f"The reward function {reward_name(func)} returned {len(values)} values for {count} completions; it must return one "
+            "float or None for each."
+        )
+    return [float("nan") if value is None else float(value) for value in values]

@@ -1,0 +1,26 @@
+"""Rollout engines: prompts in, completions with their sampled log-probabilities out. One engine a file."""
+
+from typing import Protocol
+
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from ..batch import Completion
+from .transformers import TransformersEngine as TransformersEngine
+
+
+class RolloutEngine(Protocol):
+    """Samples from the student. A second engine is a second class with this method."""
+
+    def generate(self, model: PreTrainedModel | PeftModel, prompts: list[list[int]]) -> list[Completion]:
+        """Samples one completion for each prompt under `model`'s present weights.
+
+        Args:
+            model: The student, unwrapped. The engine leaves its weights, mode and generation config as they were.
+            prompts: Token ids; a prompt that stands here several times gets independent completions.
+
+        Returns:
+            As many completions, in order, each of at least one token. Randomness comes from the global generators, which the
+            trainer seeds for each rollout.
+        """
+        ...

@@ -1,0 +1,60 @@
+"""A teacher that is a model in the training process."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..batch import Rollout, pad_right
+from ..logprobs import score_in_batches
+
+
+class ModelTeacher:
+    """Scores with a frozen model in eval mode.
+
+    Args:
+        model: The teacher; its parameters stop requiring gradients.
+        temperature: That of the rollouts: student and teacher are compared at the same one.
+        vocab_size: Number of ids the policies range over.
+        batch_size: Sequences in a forward pass.
+    """
+
+    def __init__(self, model: nn.Module, *, temperature: float, vocab_size: int, batch_size: int) -> None:
+        self.model = model.requires_grad_(False).eval()
+        self.temperature, self.vocab_size, self.batch_size = temperature, vocab_size, batch_size
+
+    def score(self, rollout: Rollout) -> Tensor:
+        """(B, T) nats; see `Teacher`."""
+        self.model.eval()
+        return score_rollout(self.model, rollout, self.temperature, self.vocab_size, self.batch_size)
+
+
+def score_rollout(model: nn.Module, rollout: Rollout, temperature: float, vocab_size: int, batch_size: int) -> Tensor:
+    """(B, T) log-probs of a rollout's tokens under `model`, read after its teacher prompts where it has them."""
+    ids, attention_mask = _teacher_view(rollout)
+    scores = score_in_batches(
+        model, ids, attention_mask, temperature=temperature, vocab_size=vocab_size, batch_size=batch_size
+    )
+    return _student_view(scores, rollout)
+
+
+def _teacher_view(rollout: Rollout) -> tuple[Tensor, Tensor]:
+    """The token ids and attention mask the teacher reads: its own prompts, if any, before the same completions."""
+    if rollout.teacher_prompts is None:
+        return rollout.ids_BT, rollout.attention_mask_BT
+    completions = rollout.completion_ids()
+    ids = [prompt + completion for prompt, completion in zip(rollout.teacher_prompts, completions, strict=True)]
+    lengths = torch.tensor([len(row) for row in ids], device=rollout.ids_BT.device)
+    ids_padded = pad_right(ids, 0, torch.long, rollout.ids_BT.device)
+    return ids_padded, torch.arange(ids_padded.shape[1], device=lengths.device) < lengths[:, None]
+
+
+def _student_view(scores: Tensor, rollout: Rollout) -> Tensor:
+    """Moves the scores of completion tokens from the teacher's positions to the student's."""
+    if rollout.teacher_prompts is None:
+        return scores
+    scores_BT = scores.new_zeros(rollout.ids_BT.shape)
+    starts, lengths = rollout.prompt_lengths_B.tolist(), rollout.completion_lengths_B.tolist()
+    for row, (start, length, prompt) in enumerate(zip(starts, lengths, rollout.teacher_prompts, strict=True)):
+        scores_BT[row, start : start + length] = scores[row, len(prompt) : len(prompt) + length]
+    return scores_BT
