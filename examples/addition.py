@@ -15,6 +15,7 @@ import random
 import time
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -72,7 +73,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+def make_model(tokenizer: Any) -> LlamaForCausalLM:
     """Returns a randomly initialised Llama of 2 layers, width 96, 187K parameters."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -89,7 +90,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def solve(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[str]) -> list[str]:
+def solve(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
     """Returns the greedy completion of each prompt, without special tokens."""
     batch = tokenizer(prompts, return_tensors="pt", padding=True)
     ids_BT = model.generate(**batch, do_sample=False, max_new_tokens=MAX_COMPLETION_LENGTH)
@@ -110,7 +111,8 @@ def make(folder: Path, seed: int = 0) -> dict[str, float]:
     optimizer = torch.optim.AdamW(teacher.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
     schedule = get_cosine_schedule_with_warmup(optimizer, STEPS // 20, STEPS)
     check = train_prompts(500, seed + 1)[:]
-    for step, rows in enumerate(train_prompts(STEPS * BATCH, seed).iter(BATCH)):
+    batches: Any = train_prompts(STEPS * BATCH, seed).iter(BATCH)
+    for step, rows in enumerate(batches):
         texts = [p + a + tokenizer.eos_token for p, a in zip(rows["prompt"], rows["answer"], strict=True)]
         batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
         labels_BT = batch["input_ids"].where(batch["attention_mask"].bool(), -100)

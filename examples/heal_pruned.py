@@ -71,12 +71,12 @@ def questions() -> tuple[Dataset, Dataset]:
 
 def sample(trainer: OnPolicyDistillationTrainer, question: str) -> str:
     """The student's greedy answer."""
-    tokenizer, model = trainer.processing_class, trainer.student()
-    ids: Any = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    ).to(model.device)
-    output = model.generate(**ids, max_new_tokens=40, do_sample=False)  # type: ignore[operator]
-    return str(tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+    tokenizer: Any = trainer.processing_class
+    model: Any = trainer.student()
+    messages = [{"role": "user", "content": question}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**ids.to(model.device), max_new_tokens=40, do_sample=False)
+    return tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def main() -> None:

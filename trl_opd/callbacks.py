@@ -51,4 +51,4 @@ class AfterStepCallback(TrainerCallback):
 
 
 def _is_result(name: str) -> bool:
-    return not any(part in name for part in ("runtime", "per_second", "time/", "completions/", "ratio/"))
+    return not any(part in name for part in ("runtime", "per_second", "time/", "completions/", "prompts/"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow
 import pyarrow.parquet
@@ -25,18 +25,19 @@ def completion_records(
     advantages, teacher_logps = batch.advantages_BT.tolist(), batch.teacher_logps_BT.tolist()
     sampled_logps, stopped = batch.sampled_logps_BT.tolist(), rollout.stopped_B.tolist()
     starts = rollout.prompt_lengths_B.tolist()
+    texts = _TokenTexts(tokenizer)
     records = []
     for row, ids in enumerate(rollout.completion_ids()):
         span = slice(starts[row], starts[row] + len(ids))
         records.append(
             {
                 "step": step,
-                "dataset": rollout.rows[row].get("dataset", "train"),
+                "dataset": str(rollout.rows[row].get("dataset", "train")),
                 "prompt": tokenizer.decode(rollout.ids_BT[row, : starts[row]]),
                 "completion": tokenizer.decode(ids),
                 "stopped": stopped[row],
                 "reward_advantage": float(batch.reward_advantages_B[row]),
-                "tokens": [tokenizer.decode([token]) for token in ids],
+                "tokens": [texts[token] for token in ids],
                 "sampled_logps": sampled_logps[row][span],
                 "teacher_logps": teacher_logps[row][span],
                 "advantages": advantages[row][span],
@@ -61,14 +62,28 @@ def print_completions(records: list[dict[str, Any]], console: Console | None = N
     console = console or Console()
     first = {record["dataset"]: record for record in reversed(records)}
     for name, record in reversed(first.items()):
-        text = Text(record["prompt"], style="dim")
+        text = Text().append(record["prompt"], style="dim")
         largest = max((abs(a) for a in record["advantages"]), default=0.0) or 1.0
         for token, advantage in zip(record["tokens"], record["advantages"], strict=True):
             text.append(token, style=_style(advantage / largest))
         if not record["stopped"]:
             text.append(" [cut]", style="yellow")
         title = f"step {record['step']} · {name} · green: teacher likes it better, red: less"
-        console.print(Panel(text, title=title, title_align="left"))
+        console.print(Panel(text, title=Text(title), title_align="left"))
+
+
+class _TokenTexts(dict[int, str]):
+    """The text of each token id, as it is inside a text: at its beginning, many tokenizers drop the space of a token."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        self.before = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
+        self.start = len(cast(str, tokenizer.decode(self.before)))
+
+    def __missing__(self, token: int) -> str:
+        self[token] = cast(str, self.tokenizer.decode([*self.before, token]))[self.start :]
+        return self[token]
 
 
 def _style(strength: float) -> str:

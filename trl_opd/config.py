@@ -1,5 +1,6 @@
 """Settings of `OnPolicyDistillationTrainer`: every field is also a command-line flag through `trl.TrlParser`."""
 
+import json
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -8,6 +9,8 @@ from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from .loss import REDUCTIONS, loss_settings
+
+_OPTIONAL_COUNTS = ("max_prompt_length", "per_device_rollout_batch_size")
 
 
 def _help(text: str, **more: Any) -> dict[str, Any]:
@@ -154,6 +157,7 @@ class OnPolicyDistillationConfig(TrainingArguments):
             self.bf16 = not self.fp16 and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         if self.eval_strategy in ("no", None):
             self.eval_on_start = False
+        self._parse_dicts()
         super().__post_init__()
         accelerator_config = cast(AcceleratorConfig, self.accelerator_config)
         if accelerator_config.dispatch_batches is None:
@@ -195,25 +199,42 @@ class OnPolicyDistillationConfig(TrainingArguments):
         ]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
+    def _parse_dicts(self) -> None:
+        """Turns our dictionary settings that came as JSON from the command line into dictionaries."""
+        for name in ("model_init_kwargs", "teacher_model_init_kwargs", "chat_template_kwargs", "loss_fn_config"):
+            if isinstance(value := getattr(self, name), str):
+                try:
+                    setattr(self, name, dict(json.loads(value)))
+                except (ValueError, TypeError) as error:
+                    example = '{"key": 1}'
+                    raise ValueError(
+                        f"{name} is '{value}', which is not a JSON object such as '{example}': {error}."
+                    ) from error
+
     def _check_values(self) -> None:
         if not self.temperature > 0:
             raise ValueError(
-                f"temperature is {self.temperature}, but the policy gradient needs sampled completions: greedy decoding has no "
-                "distribution to train. Use a temperature > 0 (1.0 is the default)."
+                f"temperature is {self.temperature}, but the policy gradient needs sampled completions: greedy decoding has "
+                "no distribution to train. Use a temperature > 0 (1.0 is the default)."
             )
         if not 0 <= self.kl_discount_factor <= 1:
             raise ValueError(f"kl_discount_factor is {self.kl_discount_factor}; it must lie between 0 and 1.")
         if self.kl_clip is not None and self.kl_clip <= 0:
             raise ValueError(f"kl_clip is {self.kl_clip} nats; a bound must be > 0. Leave it out for no bound.")
-        for name in ("num_generations", "max_completion_length", "num_substeps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        for name in ("num_generations", "max_completion_length", "num_substeps", *_OPTIONAL_COUNTS):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1.")
         for name in ("long_prompts", "kl_logps", "loss_reduction", "scale_rewards"):
             choices = self.__dataclass_fields__[name].metadata["choices"]
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is '{getattr(self, name)}'; it must be one of {', '.join(choices)}.")
-        if not isinstance(self.loss_fn_config, str):
-            loss_settings(self.loss_fn, self.loss_fn_config)
+        loss_settings(self.loss_fn, cast(dict[str, Any] | None, self.loss_fn_config))
+        if self.neftune_noise_alpha is not None:
+            raise ValueError(
+                f"neftune_noise_alpha is {self.neftune_noise_alpha}, but noise on the embeddings in training makes the "
+                "current policy another than the one that sampled, before any update. Leave it out."
+            )
         if self.train_sampling_strategy not in ("random", "sequential"):
             raise ValueError(
                 f"train_sampling_strategy is '{self.train_sampling_strategy}', which orders rows by a length they do not have "
@@ -224,6 +245,7 @@ class OnPolicyDistillationConfig(TrainingArguments):
         if self.step_batch_size % self.num_generations:
             raise ValueError(
                 f"An optimizer step has {self.per_device_train_batch_size} x {self.gradient_accumulation_steps} = "
-                f"{self.step_batch_size} completions on each device (per_device_train_batch_size x gradient_accumulation_steps), "
-                f"which cannot be divided into groups of num_generations = {self.num_generations}. Change one of the three."
+                f"{self.step_batch_size} completions on each device (per_device_train_batch_size x "
+                "gradient_accumulation_steps), which cannot be divided into groups of num_generations = "
+                f"{self.num_generations}. Change one of the three."
             )

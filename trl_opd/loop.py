@@ -5,8 +5,12 @@ What is computed is not here: `trainer.py` turns dataset rows into a `ScoredBatc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any, cast
 
 import datasets
@@ -16,7 +20,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from . import checks, completions, state
 from .batch import Rollout, ScoredBatch
@@ -25,7 +29,7 @@ from .logprobs import score_in_batches
 from .loss import count_items
 from .metrics import Metrics
 from .model_card import CardFacts, model_card
-from .models import TEACHER_ADAPTER, eval_mode, without_adapter
+from .models import TEACHER_ADAPTER, eval_mode, state_without_adapter, without_adapter
 from .prompts import PromptSampler
 from .rng import forked_rng
 
@@ -49,10 +53,23 @@ class DistillationLoop(Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.loss_is_scaled_for_ga = True  # the loss is divided by the count of the whole step
+        self._start_anew()
+
+    def _start_anew(self) -> None:
         self.metrics = Metrics()
         self.progress = state.Progress()
         self._records: list[dict[str, Any]] = []  # of the last rollout, for log_completions
         self._updated: list[ScoredBatch] = []  # of the present rollout, for compute_post_kl
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Trainer's; what an earlier call left (a rollout half used, counts, a window) plays no part."""
+        self._start_anew()
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def scored_batch(self, rows: list[Row]) -> ScoredBatch:
         """Everything before the update of the policy."""
@@ -79,6 +96,10 @@ class DistillationLoop(Trainer):
         batches = list(islice(epoch_iterator, num_batches * num_steps))
         rows = [row for batch in batches for row in batch]
         checks.check_first_rows(rows, self.state.global_step, self.args)
+        if isinstance(self.train_dataset, datasets.IterableDataset):
+            # Trainer never ends a step that a stream's end cuts short: its gradient would be part of the next pass's first
+            batches = batches[: len(batches) // num_batches * num_batches]
+            rows = [row for batch in batches for row in batch]
         if not rows:
             return []
         micro_batches = self.scored_batch(rows).split([len(batch) for batch in batches])
@@ -118,7 +139,7 @@ class DistillationLoop(Trainer):
             ignore_keys: Unused.
             metric_key_prefix: First part of each figure's name.
         """
-        with self.metrics.timed("eval"), forked_rng(), eval_mode(self.model):
+        with self._other_metrics(), forked_rng(), eval_mode(self.model):
             if eval_dataset is not None:
                 return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
             figures = super().evaluate(None, ignore_keys, metric_key_prefix) if self.eval_dataset else {}
@@ -126,6 +147,8 @@ class DistillationLoop(Trainer):
         own = {f"{metric_key_prefix}_{name}": value for result in results for name, value in result.items()}
         if own:
             self.log(dict(own))
+        if self.evaluators:
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, own)
         return figures | own
 
     def evaluation_loop(
@@ -137,18 +160,26 @@ class DistillationLoop(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """One completion for each prompt, the same random stream each time, so that figures of different steps compare."""
-        of_training, self.metrics, num_rows = self.metrics, Metrics(), 0
-        try:
+        num_rows = 0
+        with self._other_metrics() as metrics:
             for number, rows in enumerate(dataloader):
                 self.rollout_and_scores(rows, EVAL, number)
                 num_rows += len(rows)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-            figures = self.metrics.reduce()
-        finally:
-            self.metrics = of_training
+            figures = metrics.reduce()
         figures = {name: value for name, value in figures.items() if "time/" not in name and "tokens" not in name}
         named = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
         return EvalLoopOutput(predictions=np.empty(0), label_ids=None, metrics=named, num_samples=num_rows)
+
+    @contextmanager
+    def _other_metrics(self) -> Iterator[Metrics]:
+        """Inside, what is measured goes to a window of its own, which this gives; training's own learns `time/eval` only."""
+        outer, self.metrics = self.metrics, Metrics()
+        try:
+            with outer.timed("eval"):
+                yield self.metrics
+        finally:
+            self.metrics = outer
 
     # ---- Logging
 
@@ -193,32 +224,105 @@ class DistillationLoop(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}"
-        self.progress.save(folder, self.accelerator.process_index)
+        window = self.metrics.totals()
+        progress = replace(
+            self.progress,
+            tokens=self.progress.tokens + window.get("tokens", 0.0),
+            teacher_tokens=self.progress.teacher_tokens + window.get("teacher_tokens", 0.0),
+            position=self._stream_position(),
+        )
+        progress.save(folder, self.accelerator.process_index)
         super()._save_checkpoint(model, trial)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         self.progress = state.Progress.load(resume_from_checkpoint, self.accelerator.process_index, self.args.device)
 
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Passes through the data and micro-batches since, to skip. Trainer presumes that a stream lasts `max_steps` steps."""
+        passes_and_batches = super()._init_training_state(*args, **kwargs)
+        resumes_stream = isinstance(self.train_dataset, datasets.IterableDataset) and not self.args.ignore_data_skip
+        return self.progress.position if resumes_stream else passes_and_batches
+
+    def _stream_position(self) -> tuple[int, int]:
+        epoch, batches_in_epoch = self.state.epoch or 0.0, self.state.max_steps * self.args.gradient_accumulation_steps
+        passes = max(0, math.ceil(epoch) - 1)  # only a pass that `max_steps` ended, and not the stream, is a whole epoch
+        return passes, round((epoch - passes) * batches_in_epoch)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        state_dict = state_without_adapter(self.student(), TEACHER_ADAPTER, state_dict)
         with without_adapter(self.student(), TEACHER_ADAPTER):
             super()._save(output_dir, state_dict)
 
-    def create_model_card(self, model_name: str | None = None, dataset: str | list[str] | None = None, **_: Any) -> None:
-        """Writes `README.md` into `output_dir`: student, teacher, objective, adapter, data, figures, loading, citation."""
+    def create_model_card(  # pyright: ignore[reportIncompatibleMethodOverride] - Trainer and TRL call it by keyword
+        self,
+        model_name: str | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        **metadata: Any,
+    ) -> None:
+        """Writes `README.md` into `output_dir`: student, teacher, objective, adapter, data, figures, loading, citation.
+
+        Args:
+            model_name: Title, where no repository has been named yet.
+            dataset: Hub ids of the training data.
+            dataset_name: The same under TRL's name for it.
+            tags: More tags than the card has anyway.
+            metadata: More entries of its head, such as license and language.
+        """
         if not self.is_world_process_zero():
             return
         student = self.student()
         facts = CardFacts(
-            name=self.hub_model_id or model_name or str(self.args.output_dir),
+            name=self.hub_model_id or model_name or Path(str(self.args.output_dir)).resolve().name,
             student=self.student_name,
             teacher=self.teacher_name,
             objective=self.args.objective(),
             lora=student.active_peft_config if isinstance(student, PeftModel) else None,
-            datasets=[dataset] if isinstance(dataset, str) else list(dataset or []),
+            datasets=[*_listed(dataset), *_listed(dataset_name)],
+            num_prompts=len(self.train_dataset) if isinstance(self.train_dataset, datasets.Dataset) else None,
             history=self.state.log_history,
+            tags=_listed(tags),
+            metadata=metadata,
         )
         model_card(facts).save(f"{self.args.output_dir}/README.md")
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, but the model is saved in `output_dir` before the Hub is asked for anything.
+
+        Raises:
+            RuntimeError: If the Hub cannot be reached or does not take the push.
+        """
+        self.save_model(_internal_call=True)
+        try:
+            return super().push_to_hub(*args, **kwargs)
+        except Exception as error:  # of many classes, which differ between versions of the client; told, not swallowed
+            raise RuntimeError(f"{self._push_failed(error)} Try again with trainer.push_to_hub().") from error
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        self._report_failed_pushes()
+        super()._push_from_checkpoint(checkpoint_folder)
+
+    def _finish_current_push(self) -> None:
+        super()._finish_current_push()
+        self._report_failed_pushes()
+
+    def _report_failed_pushes(self) -> None:
+        """Warns of pushes in the background that have failed since the last call, of which Trainer says nothing."""
+        push = getattr(self, "push_in_progress", None)  # Trainer sets it on the process that pushes, if any does
+        if push is None or not push.is_done():
+            return
+        for error in [job.exception() for job in push.jobs]:
+            if error is not None:
+                checks.warn(f"{self._push_failed(error)} Training goes on.")
+        push.jobs = []
+
+    def _push_failed(self, error: BaseException) -> str:
+        return (
+            f"The push to '{self.hub_model_id or self.args.hub_model_id}' on the Hub failed "
+            f"({type(error).__name__}: {error}). Nothing is lost: the model is saved in '{self.args.output_dir}'."
+        )
 
     # ---- The student
 
@@ -237,3 +341,7 @@ class DistillationLoop(Trainer):
                 vocab_size=self.vocab_size,
                 batch_size=self.args.per_device_train_batch_size,
             )
+
+
+def _listed(value: str | list[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or [])

@@ -68,8 +68,8 @@ def policy_loss(
     config = loss_settings(loss_fn, loss_fn_config)
     mask_BT, zero = mask.bool(), logps.new_zeros(())
     logps = torch.where(mask_BT, logps, zero)
-    log_ratio_BT = logps - torch.where(mask_BT, sampled_logps, zero)
-    advantages = torch.where(mask_BT, advantages, zero)
+    log_ratio_BT = logps - torch.where(mask_BT, sampled_logps.detach(), zero)
+    advantages = torch.where(mask_BT, advantages.detach(), zero)
 
     losses_BT, clipped_BT = _LOSSES[loss_fn](logps, log_ratio_BT, advantages, **config)
     loss = _reduce(losses_BT, mask_BT, reduction, num_items)

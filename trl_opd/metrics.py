@@ -48,7 +48,7 @@ class Metrics:
 
     def add_values(self, name: str, values: Tensor) -> None:
         """Adds a 1-d tensor to the mean called `name`, and to its distribution."""
-        values = values.detach().double()
+        values = values.detach().float()  # MPS has no float64
         self.add(name, values.sum(), values.numel())
         self._values[name].append(values)
 
@@ -64,6 +64,10 @@ class Metrics:
             self._lows[low] = min(self._lows.get(low, np.inf), values.min().item())
         if high is not None:
             self._highs[high] = max(self._highs.get(high, -np.inf), values.max().item())
+
+    def totals(self) -> dict[str, float]:
+        """The totals so far over all processes (each must call this); the window goes on."""
+        return _summed(gather_object([dict(self._totals)]))
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -126,30 +130,33 @@ def _summarize(windows: list[dict[str, Any]]) -> dict[str, float]:
     """Joins the windows of all processes into one set of figures."""
     sums: defaultdict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
     values: defaultdict[str, list[np.ndarray]] = defaultdict(list)
-    figures: dict[str, float] = {}
+    figures = _summed([window["totals"] for window in windows])
     for window in windows:
         for name, pair in window["sums"].items():
             sums[name] = sums[name] + pair
         for name, array in window["values"].items():
             values[name].append(array)
-        for name, number in window["totals"].items():
-            figures[name] = figures.get(name, 0.0) + number
         for name, value in window["lows"].items():
             figures[name] = min(figures.get(name, value), value)
         for name, value in window["highs"].items():
             figures[name] = max(figures.get(name, value), value)
         for phase, seconds in window["seconds"].items():
             figures[f"time/{phase}"] = max(figures.get(f"time/{phase}", 0.0), seconds)
-    figures |= {name: total / count for name, (total, count) in sums.items() if count}
+    figures |= {name: float(total / count) for name, (total, count) in sums.items() if count}
     figures |= _derived(figures, {name: np.concatenate(arrays) for name, arrays in values.items()})
     return figures
+
+
+def _summed(totals: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The totals of all processes, name by name."""
+    return {name: sum(own.get(name, 0.0) for own in totals) for name in dict.fromkeys(name for own in totals for name in own)}
 
 
 def _derived(means: dict[str, float], values: dict[str, np.ndarray]) -> dict[str, float]:
     """The figures that are not plain means; takes "ratio/square", which serves only for one of them, out of `means`."""
     figures: dict[str, float] = {}
     if (kl := values.get("teacher_kl")) is not None and len(kl):
-        figures["teacher_kl/p99"] = float(np.quantile(kl, 0.99))
+        figures["teacher_kl/p99"] = float(np.quantile(kl, 0.99, method="inverted_cdf"))  # -inf of a teacher: inf, not NaN
     if (advantages := values.get("advantage/mean")) is not None and len(advantages):
         sizes = np.sort(np.abs(advantages))[::-1]
         top = max(1, len(sizes) // 100)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from peft import PeftConfig
 
 CITATION = """```bibtex
@@ -17,6 +21,8 @@ CITATION = """```bibtex
   url    = {https://thinkingmachines.ai/blog/on-policy-distillation/}
 }
 ```"""
+BAR = r"\|"
+LIBRARIES = ("trl", "transformers", "peft", "torch", "datasets")
 
 
 @dataclass
@@ -24,75 +30,120 @@ class CardFacts:
     """What is known about a run when its card is written."""
 
     name: str
+    """Of the repository the model can be loaded from."""
     student: str
+    """Hub id or path; empty if it was made in memory. So also `teacher`, which may be "base", the student's own."""
     teacher: str
     objective: dict[str, Any]
     lora: PeftConfig | None
     datasets: list[str] = field(default_factory=list)
-    history: list[dict[str, float]] = field(default_factory=list)
+    num_prompts: int | None = None
+    """None for a stream."""
+    history: list[dict[str, Any]] = field(default_factory=list)
     """`trainer.state.log_history`."""
-    versions: dict[str, str] = field(default_factory=dict)
+    tags: list[str] = field(default_factory=list)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """More entries of the card's head, such as license and language."""
 
 
 def model_card(facts: CardFacts) -> ModelCard:
     """A card that says what the model is, what it learned from, how it did, and how to load it."""
+    base = _base(facts)
     data = ModelCardData(
         library_name="peft" if facts.lora else "transformers",
         pipeline_tag="text-generation",
-        base_model=facts.student if _is_hub_id(facts.student) else None,
+        base_model=base if _is_hub_id(base) else None,
         datasets=[name for name in facts.datasets if _is_hub_id(name)] or None,
-        tags=["on-policy-distillation", "trl-opd", "trl", *(["lora"] if facts.lora else [])],
+        tags=["on-policy-distillation", "trl-opd", "trl", *(["lora"] if facts.lora else []), *facts.tags],
+        **facts.metadata,
     )
     sections = [
         f"---\n{data.to_yaml()}\n---",
         f"# {facts.name}",
-        f"{_code(facts.student)}, distilled on-policy from {_code(facts.teacher)}: the student wrote completions, the teacher scored "
-        "each of their tokens, and the negative per-token reverse KL was the advantage of a policy gradient. Trained with "
-        "`trl_opd`.",
-        "## How to load it\n\n" + _loading_code(facts),
-        "## Training\n\n" + _table({"Student": facts.student, "Teacher": facts.teacher, **_data(facts), **facts.objective}),
-        *(["## Adapter\n\n" + _table(_lora_rows(facts.lora))] if facts.lora else []),
+        f"{_name(facts.student)}, distilled on-policy from {_teacher(facts.teacher)}: the student wrote completions, the "
+        "teacher scored each of their tokens, and the negative per-token reverse KL was the advantage of a policy gradient. "
+        "Trained with `trl_opd`.",
+        "## How to load it\n\n" + (_loading_an_adapter(facts.name, base) if facts.lora else _loading_a_model(facts.name)),
+        "## Training\n\n"
+        + _table({"Student": _name(facts.student), "Teacher": _teacher(facts.teacher), "Data": _data(facts)})
+        + "\n"
+        + _rows(facts.objective),
+        *(["## Adapter\n\n" + _table({}) + "\n" + _rows(_lora_rows(facts.lora))] if facts.lora else []),
         *(["## Figures\n\n" + figures] if (figures := _figures(facts.history)) else []),
-        "## Versions\n\n" + _table(facts.versions),
+        "## Versions\n\n" + ", ".join(f"{library} {version(library)}" for library in LIBRARIES),
         "## Citation\n\n" + CITATION,
     ]
     return ModelCard("\n\n".join(sections) + "\n")
 
 
-def _loading_code(facts: CardFacts) -> str:
-    if facts.lora:
+def _base(facts: CardFacts) -> str:
+    """The model that must be there before this one can be loaded, or from which it came."""
+    return facts.lora.base_model_name_or_path or "" if facts.lora else facts.student
+
+
+def _loading_an_adapter(name: str, base: str) -> str:
+    if _is_hub_id(base):
         return (
             "```python\nfrom peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer\n\n"
-            f'model = AutoPeftModelForCausalLM.from_pretrained("{facts.name}")\n'
-            f'tokenizer = AutoTokenizer.from_pretrained("{facts.name}")\n```\n\n'
-            f"The repository holds the adapter only; its base is {_code(facts.student)}."
+            f'model = AutoPeftModelForCausalLM.from_pretrained("{name}")\n'
+            f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n```\n\n'
+            f"The repository holds the adapter only; its base is {_name(base)}."
         )
     return (
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{facts.name}")\n'
-        f'tokenizer = AutoTokenizer.from_pretrained("{facts.name}")\n```'
+        "```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'base = AutoModelForCausalLM.from_pretrained("path/to/the/base")\n'
+        f'model = PeftModel.from_pretrained(base, "{name}")\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n```\n\n'
+        f"The repository holds the adapter only. Its base is {_name(base)}, and must be at hand."
     )
 
 
-def _data(facts: CardFacts) -> dict[str, str]:
-    return {"Data": ", ".join(facts.datasets)} if facts.datasets else {}
+def _loading_a_model(name: str) -> str:
+    return (
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n```'
+    )
+
+
+def _name(model: str) -> str:
+    """How the text calls a model. Of a path only the folder's name: the rest is nobody else's business."""
+    if not model:
+        return "a model that was made in memory"
+    if _is_hub_id(model):
+        return f"[{model}](https://huggingface.co/{model})"
+    return f"`{Path(model).name}` (a local folder)"
+
+
+def _teacher(teacher: str) -> str:
+    return "its own base model (the adapter switched off)" if teacher == "base" else _name(teacher)
+
+
+def _data(facts: CardFacts) -> str:
+    size = "a stream of prompts" if facts.num_prompts is None else f"{facts.num_prompts} prompts"
+    return ", ".join([*(_dataset(name) for name in facts.datasets), size])
+
+
+def _dataset(name: str) -> str:
+    return f"[{name}](https://huggingface.co/datasets/{name})" if _is_hub_id(name) else f"`{Path(name).name}`"
 
 
 def _lora_rows(config: PeftConfig) -> dict[str, Any]:
     names = ("r", "lora_alpha", "target_modules", "modules_to_save", "use_dora", "use_rslora")
     values = config.to_dict()
     rows = {name: values[name] for name in names if values.get(name)}
-    return {"Kind": str(values["peft_type"]).rsplit(".", 1)[-1], **{k: _listed(v) for k, v in rows.items()}}
+    return {"kind": str(values["peft_type"]).rsplit(".", 1)[-1], **{k: _listed(v) for k, v in rows.items()}}
 
 
-def _figures(history: list[dict[str, float]]) -> str:
-    """First and last value of the training KL and of everything evaluated."""
-    names = dict.fromkeys(n for entry in history for n in entry if n == "teacher_kl" or _is_evaluated(n))
+def _figures(history: list[dict[str, Any]]) -> str:
+    """First and last value of the training KL and reward and of everything evaluated."""
+    names = dict.fromkeys(n for entry in history for n in entry if n in ("teacher_kl", "reward") or _is_evaluated(n))
     lines = ["| figure | first | last |", "|---|---|---|"]
     for name in names:
-        values = [(entry["step"], entry[name]) for entry in history if name in entry]
-        (first_step, first), (last_step, last) = values[0], values[-1]
-        lines.append(f"| {name} | {first:.4g} (step {first_step}) | {last:.4g} (step {last_step}) |")
+        values = [(entry["step"], entry[name]) for entry in history if isinstance(entry.get(name), int | float)]
+        if values:
+            (first_step, first), (last_step, last) = values[0], values[-1]
+            lines.append(f"| {name} | {first:.4g} (step {first_step}) | {last:.4g} (step {last_step}) |")
     return "\n".join(lines) if len(lines) > 2 else ""
 
 
@@ -100,17 +151,23 @@ def _is_evaluated(name: str) -> bool:
     return name.startswith("eval_") and not any(part in name for part in ("runtime", "per_second", "time/"))
 
 
-def _table(rows: dict[str, Any]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {_code(value)} |" for key, value in rows.items())])
+def _table(rows: dict[str, str]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())])
+
+
+def _rows(settings: dict[str, Any]) -> str:
+    """Lines of a table, the values as code; a bar would end the cell."""
+    values = {key: value.value if isinstance(value, Enum) else value for key, value in settings.items()}
+    return "\n".join(f"| {key} | `{str(value).replace('|', BAR)}` |" for key, value in values.items())
 
 
 def _listed(value: Any) -> Any:
     return ", ".join(sorted(value)) if isinstance(value, list | set | tuple) else value
 
 
-def _code(value: Any) -> str:
-    return f"`{value}`"
-
-
 def _is_hub_id(name: str) -> bool:
-    return bool(name) and name.count("/") <= 1 and not Path(name).exists() and not name.startswith((".", "/", "~"))
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return bool(name) and not Path(name).exists()

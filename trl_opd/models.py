@@ -6,24 +6,28 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from peft import (
     PeftConfig,
     PeftModel,
+    PeftType,
     PromptLearningConfig,
     get_peft_model,
     prepare_model_for_kbit_training,
 )
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.peft_utils import find_adapter_config_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .config import OnPolicyDistillationConfig
 
-TEACHER_ADAPTER = "teacher"
-"""Name of the adapter a teacher has on the student's base."""
+TEACHER_ADAPTER = "trl_opd_teacher"
+"""Name of the adapter a teacher has on the student's base; none that a user would give to one."""
+NOISE = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
+"""Training noise of mixtures of experts. PhiMoE's router_jitter_noise is none, but a threshold that holds in eval mode too."""
 
 
 def load_student(
@@ -50,7 +54,8 @@ def load_student(
     if peft_config is not None:
         model = _add_adapter(model, peft_config, args)
     if isinstance(model, PeftModel):
-        _check_adapter_kind(model.peft_config)
+        check_adapter_kind(model.peft_config)
+        _check_not_merged(model)
         if args.activation_checkpointing:
             # with a frozen embedding, checkpointed layers would see no input that needs a gradient
             model.enable_input_require_grads()
@@ -64,6 +69,8 @@ def load_student(
             "is_trainable=True."
         )
     switch_off_dropout(model)
+    if is_quantized(model):
+        _keep_differentiable(model)
     return model
 
 
@@ -72,8 +79,10 @@ def load_model(name: str, kwargs: dict[str, Any], *, trainable_adapter: bool = F
     if not is_adapter(name):
         return AutoModelForCausalLM.from_pretrained(name, **kwargs)
     adapter_config = PeftConfig.from_pretrained(name)
-    base = AutoModelForCausalLM.from_pretrained(adapter_config.base_model_name_or_path, **kwargs)
-    model = get_peft_model(base, adapter_config)
+    check_adapter_kind({name: adapter_config})
+    adapter_config.inference_mode = not trainable_adapter
+    base = AutoModelForCausalLM.from_pretrained(str(adapter_config.base_model_name_or_path), **kwargs)
+    model = cast(PeftModel, get_peft_model(base, adapter_config))
     load_adapter(model, name, "default", trainable=trainable_adapter)
     return model
 
@@ -95,10 +104,25 @@ def load_adapter(model: PeftModel, path: str, name: str, *, trainable: bool) -> 
 
 
 def load_tokenizer(name: str, args: OnPolicyDistillationConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer saved with a model; of an adapter that came without one, its base's."""
+    """The tokenizer saved with a model; of an adapter that came without one, its base's.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if not name:
+        raise ValueError(
+            "The student was made in memory, so that there is no tokenizer to load with it. Pass its tokenizer as "
+            "processing_class."
+        )
     if is_adapter(name) and not (Path(name) / "tokenizer_config.json").is_file():
         name = str(PeftConfig.from_pretrained(name).base_model_name_or_path)
-    return AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"No tokenizer could be loaded from '{name}'. Save one there with tokenizer.save_pretrained; a student's can be "
+            "passed as processing_class instead."
+        ) from error
 
 
 def is_adapter(name: str) -> bool:
@@ -108,7 +132,7 @@ def is_adapter(name: str) -> bool:
 
 def base_name(model: PreTrainedModel | PeftModel) -> str:
     """Id or path a model was loaded from; empty if it was made in memory."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     return base.config.name_or_path or ""
 
 
@@ -121,12 +145,20 @@ def is_quantized(model: nn.Module) -> bool:
 @contextmanager
 def without_adapter(model: nn.Module, name: str) -> Iterator[None]:
     """Inside, `model` does not list the adapter `name`, so that saving it leaves that one out."""
-    config = model.peft_config.pop(name, None) if isinstance(model, PeftModel) else None
+    configs: dict[str, PeftConfig] = model.peft_config if isinstance(model, PeftModel) else {}
+    config = configs.pop(name, None)
     try:
         yield
     finally:
         if config is not None:
-            model.peft_config[name] = config
+            configs[name] = config
+
+
+def state_without_adapter(model: nn.Module, name: str, state_dict: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What to save of a model without the adapter `name`; peft knows whose its tensors are only while the model lists it."""
+    if not isinstance(model, PeftModel) or name not in model.peft_config:
+        return state_dict
+    return {key: tensor for key, tensor in (state_dict or model.state_dict()).items() if name not in key.split(".")}
 
 
 @contextmanager
@@ -147,12 +179,44 @@ def switch_off_dropout(model: nn.Module) -> None:
     The ratio of the current to the sampling policy presumes that both are the same function of the weights. With dropout in
     the forward pass of training and none while sampling, the ratio would differ from 1 by noise before any update.
     """
-    for module in model.modules():
+    modules = list(model.modules())
+    configs = [config for module in modules if isinstance(config := vars(module).get("config"), PreTrainedConfig)]
+    for module in modules:
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        for name, value in vars(module).items():
-            if isinstance(value, float) and ("dropout" in name or "layerdrop" in name or "jitter" in name):
-                setattr(module, name, 0.0)
+    for owner in (*modules, *configs):  # some models, Falcon for one, read the probability from their config at each pass
+        for name, value in vars(owner).items():
+            if isinstance(value, float) and ("drop" in name or name in NOISE):
+                setattr(owner, name, 0.0)
+
+
+def check_adapter_kind(configs: dict[str, PeftConfig]) -> None:
+    """Raises ValueError for an adapter that does not work by changing weights."""
+    for name, config in configs.items():
+        if isinstance(config, PromptLearningConfig):
+            raise ValueError(
+                f"The adapter '{name}' is {cast(PeftType, config.peft_type).value}, which puts learned vectors before the "
+                "prompt: student and teacher would no longer score the same positions. Use LoRA or another adapter that "
+                "changes weights."
+            )
+
+
+def rewrites_base(config: PeftConfig) -> bool:
+    """Whether an adapter like this comes with base weights of its own: changed to begin with, or biases that are trained."""
+    settings = config.to_dict()
+    start = str(settings.get("init_lora_weights")).lower()
+    return settings.get("bias", "none") != "none" or start.startswith(("pissa", "olora", "corda", "loftq", "lora_ga"))
+
+
+def changed_base(student: PeftModel) -> str | None:
+    """Why the student without its adapter is not the model its adapter was made for; None if it is."""
+    config = student.active_peft_config.to_dict()
+    if rewrites_base(student.active_peft_config):
+        return f"its adapter (init_lora_weights {config.get('init_lora_weights')}, bias {config['bias']}) changes base weights"
+    trained = [
+        n for n, p in student.named_parameters() if p.requires_grad and not set(n.split(".")) & set(student.peft_config)
+    ]
+    return f"{len(trained)} of its base's own weights are trained, the first is '{trained[0]}'" if trained else None
 
 
 def as_dict(value: dict[str, Any] | str | None) -> dict[str, Any]:
@@ -163,10 +227,10 @@ def as_dict(value: dict[str, Any] | str | None) -> dict[str, Any]:
 def _add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig, args: OnPolicyDistillationConfig) -> PeftModel:
     if isinstance(model, PeftModel):
         raise ValueError(
-            "`model` has an adapter already, and `peft_config` asks for another. To go on training the adapter, leave peft_config "
-            "out; to start a new one, pass the base model, or model.merge_and_unload()."
+            "`model` has an adapter already, and `peft_config` asks for another. To go on training the adapter, leave "
+            "peft_config out; to start a new one, pass the base model, or model.merge_and_unload()."
         )
-    _check_adapter_kind({"default": peft_config})
+    check_adapter_kind({"default": peft_config})
     if is_quantized(model):
         model = prepare_model_for_kbit_training(
             model,
@@ -176,10 +240,22 @@ def _add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig, ar
     return get_peft_model(model, peft_config)  # type: ignore[return-value]  # PeftMixedModel only if mixed=True
 
 
-def _check_adapter_kind(configs: dict[str, PeftConfig]) -> None:
-    for config in configs.values():
-        if isinstance(config, PromptLearningConfig):
-            raise ValueError(
-                f"The adapter is {config.peft_type.value}, which puts learned vectors before the prompt: its positions are not those "
-                "the teacher scores. Use LoRA or another adapter that changes weights."
-            )
+def _keep_differentiable(model: nn.Module) -> None:
+    """Stops bitsandbytes from packing 4-bit weights for inference.
+
+    On a CPU it does so in the first forward pass in eval mode, which is a rollout, and from then on no gradient passes through
+    them to the adapters before.
+    """
+    for module in model.modules():
+        if "support_avx512bf16_for_cpu" in vars(module):  # of its Linear4bit
+            setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 - unknown to nn.Module
+
+
+def _check_not_merged(model: PeftModel) -> None:
+    merged = {name for layer in model.modules() if isinstance(layer, BaseTunerLayer) for name in layer.merged_adapters}
+    if merged:
+        raise ValueError(
+            f"The adapter {sorted(merged)} is merged into the student's weights, where no gradient reaches it. Call "
+            "model.unmerge_adapter() to go on training it, or model.merge_and_unload() and pass a peft_config to start a new "
+            "one."
+        )

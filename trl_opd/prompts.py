@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import datasets
 import torch
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase
 
-AnyDataset = TypeVar("AnyDataset", datasets.Dataset, datasets.IterableDataset)
+AnyDataset = TypeVar("AnyDataset", bound=datasets.Dataset | datasets.IterableDataset)
 
 
 class PromptEncoder:
@@ -48,8 +48,8 @@ class PromptEncoder:
             )
         if not ids:
             raise ValueError(
-                f"The row {row!r:.200} has an empty prompt, and the tokenizer adds no BOS token: there is nothing to condition "
-                "the first token on. Remove such rows from the dataset."
+                f"The row {row!r:.200} has an empty prompt, and the tokenizer adds no BOS token: there is nothing to "
+                "condition the first token on. Remove such rows from the dataset."
             )
         return ids
 
@@ -63,9 +63,11 @@ class PromptEncoder:
 
     def _encode_text(self, text: str) -> list[int]:
         # a text rendered by a chat template may already begin with the BOS token that the tokenizer would add
-        bos = self.tokenizer.bos_token
+        bos, eos = cast(str | None, self.tokenizer.bos_token), cast(str | None, self.tokenizer.eos_token)
         add_special_tokens = not (bos and text.startswith(bos))
-        return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+        ids = list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+        # nor may a prompt end with the EOS token that some tokenizers add
+        return ids[:-1] if eos and ids[-1:] == [self.tokenizer.eos_token_id] and not text.endswith(eos) else ids
 
     def _encode_messages(self, messages: list[dict[str, Any]]) -> list[int]:
         if not self.tokenizer.chat_template:
@@ -74,16 +76,15 @@ class PromptEncoder:
                 "tokenizer.chat_template and pass it as processing_class, or use plain-text prompts."
             )
         answers_next = messages[-1]["role"] != "assistant"
-        return list(
-            self.tokenizer.apply_chat_template(
-                messages,
-                add_generation_prompt=answers_next,
-                continue_final_message=not answers_next,
-                tokenize=True,
-                return_dict=False,
-                **self.chat_template_kwargs,
-            )
+        ids = self.tokenizer.apply_chat_template(
+            messages,
+            add_generation_prompt=answers_next,
+            continue_final_message=not answers_next,
+            tokenize=True,
+            return_dict=False,
+            **self.chat_template_kwargs,
         )
+        return list(cast(list[int], ids))
 
 
 class PromptSampler(Sampler[int]):

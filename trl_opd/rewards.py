@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,13 +30,14 @@ def compute_rewards(
         (B, F) rewards, float64; NaN where a function returned None (it does not apply to that row).
 
     Raises:
-        ValueError: If a function does not return one value for each completion.
+        ValueError: If a function lacks a column it needs, or does not return one finite value or None for each completion.
     """
     completions = [
         text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
         for row, text in zip(rows, completion_texts, strict=True)
     ]
-    columns = {name: [row.get(name) for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
+    names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "completion"))  # in order
+    columns = {name: [row.get(name) for row in rows] for name in names}
     arguments = {
         **columns,
         **more,
@@ -87,13 +89,28 @@ def _deviation(values: Tensor) -> Tensor:
 
 
 def _call(func: RewardFunc, arguments: dict[str, Any], count: int) -> list[float]:
-    parameters = inspect.signature(func).parameters.values()
-    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        arguments = {p.name: arguments[p.name] for p in parameters if p.name in arguments}
-    values = list(func(**arguments))
-    if len(values) != count:
+    name, parameters = reward_name(func), inspect.signature(func).parameters.values()
+    keywords = [p for p in parameters if p.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)]
+    if missing := [p.name for p in keywords if p.default is p.empty and p.name not in arguments]:
         raise ValueError(
-            f"The reward function {reward_name(func)} returned {len(values)} values for {count} completions; it must return one "
+            f"The reward function {name} needs {missing}, but a row has only {sorted(arguments)}. Add such a column."
+        )
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        arguments = {p.name: arguments[p.name] for p in keywords if p.name in arguments}
+    values = func(**arguments)
+    if not isinstance(values, Iterable):
+        raise ValueError(
+            f"The reward function {name} returned {values!r}; it must return one float or None for each completion."
+        )
+    rewards = [float("nan") if value is None else float(value) for value in values]
+    if len(rewards) != count:
+        raise ValueError(
+            f"The reward function {name} returned {len(rewards)} values for {count} completions; it must return one "
             "float or None for each."
         )
-    return [float("nan") if value is None else float(value) for value in values]
+    if infinite := [row for row, reward in enumerate(rewards) if math.isinf(reward)]:
+        raise ValueError(
+            f"The reward function {name} returned {rewards[infinite[0]]} for completion {infinite[0]}; a reward must be "
+            "finite, or None where the function does not apply."
+        )
+    return rewards

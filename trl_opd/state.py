@@ -27,6 +27,8 @@ class Progress:
     """Action tokens of all rollouts, over all processes."""
     teacher_tokens: float = 0.0
     """Tokens the teacher has read, prompts included."""
+    position: tuple[int, int] = (0, 0)
+    """How often the data was gone through before a restored step, and micro-batches trained on since."""
     restored_batches: int = 0
     """Micro-batches of a restored rollout that the data loader, which resumes at the last trained step, is yet to pass."""
 
@@ -41,7 +43,8 @@ class Progress:
         pending = [([batch.state_dict() for batch in batches], count.cpu()) for batches, count in self.pending]
         path = _path(folder, process_index)
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"pending": pending, "tokens": self.tokens, "teacher_tokens": self.teacher_tokens}, path)
+        saved = {"tokens": self.tokens, "teacher_tokens": self.teacher_tokens, "position": self.position}
+        torch.save({"pending": pending, **saved}, path)
 
     @classmethod
     def load(cls, folder: str, process_index: int, device: torch.device) -> Progress:
@@ -58,6 +61,7 @@ class Progress:
             pending=pending,
             tokens=saved["tokens"],
             teacher_tokens=saved["teacher_tokens"],
+            position=saved["position"],
             restored_batches=sum(len(batches) for batches, _ in pending),
         )
 

@@ -195,6 +195,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         """Completions for `rows` and what teacher (B, T) and reward functions (B, F) think of them."""
         with self.metrics.timed("rollout"), forked_rng(self.args.seed, *stream, self.accelerator.process_index):
             rollout = self.generate_rollout(rows)
+        checks.check_rollout(rollout, len(rows))
         with self.metrics.timed("teacher"):
             teacher_logps_BT = self.score_with_teacher(rollout)
         checks.check_scores(rollout, teacher_logps_BT, self.args.kl_clip)
@@ -216,9 +217,11 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         kept = [self.prompt_encoder.truncate(prompt) for prompt in prompts]
         cut = sum(len(prompt) > len(rest) for prompt, rest in zip(prompts, kept, strict=True))
         self.metrics.add("prompts/truncated_fraction", cut, len(rows))
+        with self.accelerator.autocast():  # `generate` of an adapted model does not pass the wrapper that training is cast by
+            generated = self.engine.generate(self.student(), kept)
         rollout = Rollout.build(
             kept,
-            self.engine.generate(self.student(), kept),
+            generated,
             rows,
             pad_id=cast(int, self.processing_class.pad_token_id),
             device=self.args.device,
@@ -265,7 +268,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
     # ---- Parts
 
     def _teacher_prompts(self, rows: list[Row]) -> list[list[int]] | None:
-        if "teacher_prompt" not in rows[0]:
+        if not any("teacher_prompt" in row for row in rows):
             return None
         return [self.prompt_encoder.encode(row, "teacher_prompt") for row in rows]
 

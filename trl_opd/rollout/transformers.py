@@ -109,8 +109,9 @@ class SampledLogps(LogitsProcessor):
 @contextmanager
 def _generating(model: PreTrainedModel | PeftModel) -> Iterator[None]:
     """Eval mode, no gradient, and a generation config without the checkpoint's habits; afterwards all as before."""
-    # `PeftModel.generate` overwrites its base model's generation config with its own
-    owners = [model, model.get_base_model()] if isinstance(model, PeftModel) else [model]
+    # `PeftModel.generate` overwrites its base model's generation config with its own, which is the base's unless it was set
+    models = [model, model.get_base_model()] if isinstance(model, PeftModel) else [model]
+    owners = [owner for owner in models if "generation_config" in vars(owner)]
     configs = [owner.generation_config for owner in owners]
     for owner in owners:
         owner.generation_config = GenerationConfig()

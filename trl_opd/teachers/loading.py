@@ -8,9 +8,20 @@ from peft import PeftConfig, PeftModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..checks import check_same_tokens, check_stop_tokens, check_vocab_rows, policy_vocab_size, stop_token_ids, warn
+from ..checks import check_same_tokens, check_stop_tokens, check_vocab_rows, context_length, policy_vocab_size, warn
 from ..config import OnPolicyDistillationConfig
-from ..models import TEACHER_ADAPTER, as_dict, base_name, is_adapter, load_adapter, load_model, load_tokenizer
+from ..models import (
+    TEACHER_ADAPTER,
+    as_dict,
+    base_name,
+    changed_base,
+    check_adapter_kind,
+    is_adapter,
+    load_adapter,
+    load_model,
+    load_tokenizer,
+    rewrites_base,
+)
 from .adapter import AdapterTeacher
 from .model import ModelTeacher
 
@@ -26,7 +37,7 @@ def make_teacher(
 
     Args:
         teacher: "base" (the student without its adapter), an id or path of a model or adapter, or a model. An adapter on the
-            student's own base is put on the student's weights; any other teacher is a model of its own.
+            student's own base is put on the student's weights where it can be; any other teacher is a model of its own.
         student: Gives the student.
         tokenizer: The student's.
         args: The trainer's settings.
@@ -35,15 +46,22 @@ def make_teacher(
     Raises:
         ValueError: If the teacher cannot score what the student writes.
     """
+    if args.teacher_model_init_kwargs and (teacher == "base" or not isinstance(teacher, str)):
+        found = "'base', which is not loaded at all" if teacher == "base" else "loaded already"
+        raise ValueError(
+            f"teacher_model_init_kwargs is {args.teacher_model_init_kwargs}, but the teacher is {found}. Leave it out, or "
+            "pass the teacher's name or path as teacher_model."
+        )
     scoring = {
         "temperature": args.temperature,
         "vocab_size": policy_vocab_size(tokenizer),
         "batch_size": args.per_device_train_batch_size,
     }
-    if isinstance(teacher, str) and (teacher == "base" or _shares_base(teacher, student())):
-        return AdapterTeacher(student, _put_on_student(teacher, student()), **scoring)
+    if isinstance(teacher, str) and (teacher == "base" or _shares_base(teacher, student(), args)):
+        name = _put_on_student(teacher, student())
+        return AdapterTeacher(student, name, context=context_length(student()), **scoring)
     model = load_teacher(teacher, student(), tokenizer, args)
-    return ModelTeacher(prepare(model), **scoring)
+    return ModelTeacher(prepare(model), context=context_length(model), **scoring)
 
 
 def load_teacher(
@@ -53,33 +71,50 @@ def load_teacher(
     args: OnPolicyDistillationConfig,
 ) -> PreTrainedModel | PeftModel:
     """A teacher with weights of its own: loaded if named, and checked."""
+    name = teacher if isinstance(teacher, str) else ""
     if isinstance(teacher, str):
-        name = teacher
         kwargs = {
             "dtype": "auto",
             "trust_remote_code": args.trust_remote_code,
             **as_dict(args.teacher_model_init_kwargs),
         }
         teacher = load_model(teacher, kwargs)
-    else:
-        name = base_name(teacher)
-    if _base(teacher) is _base(student):
-        raise ValueError(
-            "teacher_model is the very model that is trained, so that the teacher would change with the student. Pass "
-            "teacher_model='base' to distil from the student without its adapter, or load the teacher separately."
-        )
+    if isinstance(teacher, PeftModel):
+        check_adapter_kind(teacher.peft_config)
+    _check_apart(teacher, student)
     check_vocab_rows(teacher, policy_vocab_size(tokenizer), "teacher")
-    teacher_tokenizer = load_tokenizer(name, args) if name else None
-    if teacher_tokenizer is None:
-        warn(
-            "The teacher was made in memory and has no tokenizer on disk, so that it could not be checked that its ids mean the "
-            "same tokens as the student's."
-        )
-    else:
+    teacher_tokenizer = load_tokenizer(name, args) if name else _tokenizer_beside(teacher, args)
+    if teacher_tokenizer is not None:
         check_same_tokens(tokenizer, teacher_tokenizer)
-    stops = stop_token_ids(teacher, teacher_tokenizer or tokenizer)
-    check_stop_tokens(stop_token_ids(student, tokenizer), stops, tokenizer)
+    check_stop_tokens(student, tokenizer, teacher, teacher_tokenizer)
     return teacher
+
+
+def _tokenizer_beside(
+    teacher: PreTrainedModel | PeftModel, args: OnPolicyDistillationConfig
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in the folder or repository a model came from; None, with a warning, if there is none."""
+    name = base_name(teacher)
+    try:
+        if name:
+            return load_tokenizer(name, args)
+        reason = "The teacher was made in memory and has no tokenizer on disk"
+    except ValueError:
+        reason = f"There is no tokenizer in '{name}', where the teacher's weights came from"
+    warn(f"{reason}, so that it could not be checked that its ids mean the same tokens as the student's.")
+    return None
+
+
+def _check_apart(teacher: nn.Module, student: nn.Module) -> None:
+    """Raises ValueError if training the student would change the teacher."""
+    trained = {p.untyped_storage().data_ptr() for p in student.parameters() if p.requires_grad}
+    shared = [name for name, p in teacher.named_parameters() if p.untyped_storage().data_ptr() in trained]
+    if shared:
+        raise ValueError(
+            f"{len(shared)} of teacher_model's weights are the very ones of the student that are trained, the first is "
+            f"'{shared[0]}', so that the teacher would change with the student. Pass teacher_model='base' to distil from the "
+            "student without its adapter, or load the teacher separately."
+        )
 
 
 def _put_on_student(teacher: str, student: PreTrainedModel | PeftModel) -> str | None:
@@ -90,16 +125,23 @@ def _put_on_student(teacher: str, student: PreTrainedModel | PeftModel) -> str |
             "trained, so that none of its base is left. Pass a peft_config, or the base's name as teacher_model."
         )
     if teacher == "base":
+        if reason := changed_base(student):
+            raise ValueError(
+                f"teacher_model='base' means the student without its adapter, but {reason}, so that switching the adapter off "
+                "does not give the base back. Pass the base's name as teacher_model: it is then loaded a second time."
+            )
         return None
+    if TEACHER_ADAPTER in student.peft_config:  # an earlier trainer's
+        student.delete_adapter(TEACHER_ADAPTER)
     load_adapter(student, teacher, TEACHER_ADAPTER, trainable=False)
     return TEACHER_ADAPTER
 
 
-def _shares_base(teacher: str, student: PreTrainedModel | PeftModel) -> bool:
-    if not isinstance(student, PeftModel) or not is_adapter(teacher):
+def _shares_base(teacher: str, student: PreTrainedModel | PeftModel, args: OnPolicyDistillationConfig) -> bool:
+    """Whether `teacher` is an adapter that can stand beside the student's on the same weights."""
+    if not isinstance(student, PeftModel) or args.teacher_model_init_kwargs or not is_adapter(teacher):
         return False
-    return PeftConfig.from_pretrained(teacher).base_model_name_or_path == base_name(student)
-
-
-def _base(model: PreTrainedModel | PeftModel) -> nn.Module:
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+    config = PeftConfig.from_pretrained(teacher)
+    same_base = config.base_model_name_or_path == base_name(student)
+    same_kind = config.peft_type == student.active_peft_config.peft_type
+    return same_base and same_kind and not rewrites_base(config) and changed_base(student) is None

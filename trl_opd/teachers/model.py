@@ -17,21 +17,37 @@ class ModelTeacher:
         temperature: That of the rollouts: student and teacher are compared at the same one.
         vocab_size: Number of ids the policies range over.
         batch_size: Sequences in a forward pass.
+        context: Most tokens the teacher can read; None for any number.
     """
 
-    def __init__(self, model: nn.Module, *, temperature: float, vocab_size: int, batch_size: int) -> None:
+    def __init__(
+        self, model: nn.Module, *, temperature: float, vocab_size: int, batch_size: int, context: int | None = None
+    ) -> None:
         self.model = model.requires_grad_(False).eval()
-        self.temperature, self.vocab_size, self.batch_size = temperature, vocab_size, batch_size
+        self.temperature, self.vocab_size, self.batch_size, self.context = temperature, vocab_size, batch_size, context
 
     def score(self, rollout: Rollout) -> Tensor:
         """(B, T) nats; see `Teacher`."""
         self.model.eval()
-        return score_rollout(self.model, rollout, self.temperature, self.vocab_size, self.batch_size)
+        return score_rollout(self.model, rollout, self.temperature, self.vocab_size, self.batch_size, self.context)
 
 
-def score_rollout(model: nn.Module, rollout: Rollout, temperature: float, vocab_size: int, batch_size: int) -> Tensor:
-    """(B, T) log-probs of a rollout's tokens under `model`, read after its teacher prompts where it has them."""
+def score_rollout(
+    model: nn.Module, rollout: Rollout, temperature: float, vocab_size: int, batch_size: int, context: int | None
+) -> Tensor:
+    """(B, T) log-probs of a rollout's tokens under `model`, read after its teacher prompts where it has them.
+
+    Raises:
+        ValueError: If a row is longer than `context`; scores beyond it would be noise.
+    """
     ids, attention_mask = _teacher_view(rollout)
+    longest = int(attention_mask.sum(dim=1).max())
+    if context is not None and longest > context:
+        raise ValueError(
+            f"The teacher would have to read {longest} tokens (prompt and completion), but its context is {context}. Shorten "
+            "the teacher's prompts, or lower max_prompt_length or max_completion_length; if it can read more, set "
+            "config.max_position_embeddings."
+        )
     scores = score_in_batches(
         model, ids, attention_mask, temperature=temperature, vocab_size=vocab_size, batch_size=batch_size
     )
