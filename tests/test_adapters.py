@@ -1,4 +1,4 @@
-"""Students with adapters: every kind learns, saves and loads again; only the adapter changes; checkpointing costs no gradient."""
+"""Students with adapters: each kind learns, saves, loads again; only the adapter changes; checkpointing loses no gradient."""
 
 from __future__ import annotations
 

@@ -116,8 +116,8 @@ NOT_BATCHED: dict[str, dict[str, Any]] = {
 }
 PHIMOE: dict[str, Any] = {"num_local_experts": 4}
 
-# peft refuses the output projection of Mamba layers, whose kernels read the weight past the adapter; it does not refuse Jamba's
-# dt_proj, whose weight is read in the same way
+# peft refuses the output projection of Mamba layers, whose kernels read the weight past the adapter. It does not refuse
+# Jamba's dt_proj, whose weight is read in the same way.
 LORA_TARGETS = {
     "mamba": ["in_proj", "x_proj"],
     "mamba2": ["in_proj"],

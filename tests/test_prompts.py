@@ -255,7 +255,7 @@ def logps_by_hand(model: Any, prompt: list[int], completion: list[int], vocab_si
 
 @pytest.mark.parametrize("kind", ["model", "base"])
 def test_privileged_prompt_reaches_the_teacher_and_not_the_student(tmp_path: Path, kind: str) -> None:
-    """One teacher prompt is shorter than the student's, one longer; each score is that of a forward pass over its row alone."""
+    """One teacher prompt is shorter than the student's, one longer; every score is that of its row alone."""
     rows = [{"prompt": "1234+1=", "teacher_prompt": "1="}, {"prompt": "2=", "teacher_prompt": "2= it is 4 so say 4 "}]
     settings: dict[str, Any] = {"peft_config": lora(), "teacher_model": "base"} if kind == "base" else {}
     trainer = make_trainer(tmp_path, train_dataset=datasets.Dataset.from_list(rows * 2), max_steps=1, cls=Recorded, **settings)

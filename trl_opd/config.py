@@ -25,7 +25,7 @@ class OnPolicyDistillationConfig(TrainingArguments):
     `per_device_train_batch_size * gradient_accumulation_steps` completions per process, of which each `num_generations`
     share a prompt.
 
-    Defaults that differ from `TrainingArguments`, because public OPD runs worked with them: `learning_rate` 1e-4 (for LoRA; take
+    Defaults that differ from `TrainingArguments`, because public OPD runs worked with them: `learning_rate` 1e-4 (LoRA; take
     5e-5 or less for full weights), `lr_scheduler_type` constant, `adam_beta2` 0.95, `logging_steps` 1, `bf16` on if the GPU
     has it, `activation_checkpointing` on, `eval_on_start` on if there is an evaluation strategy, `remove_unused_columns` off
     (rewards need the columns).

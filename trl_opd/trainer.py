@@ -1,11 +1,11 @@
 """The trainer: `compute_loss` is the algorithm; `loop.py` fits it into `transformers.Trainer`.
 
 How this differs from the textbook, and from TRL's trainers:
-1. The completions of a whole optimizer step (of `num_substeps` of them) are sampled and scored at once, in `get_batch_samples`,
-   where Trainer fetches a step's micro-batches: the number of action tokens of the step is known before its first backward
-   pass, and the loss does not depend on how the step is cut up.
-2. Rollouts draw from a random stream of their own, seeded by (seed, step, process): evaluating more or less often, or resuming,
-   changes no completion.
+1. The completions of a whole optimizer step (of `num_substeps` of them) are sampled and scored at once, in
+   `get_batch_samples`, where Trainer fetches a step's micro-batches: the number of action tokens of the step is known
+   before its first backward pass, and the loss does not depend on how the step is cut up.
+2. Rollouts draw from a random stream of their own, seeded by (seed, step, process): evaluating more or less often, or
+   resuming, changes no completion.
 3. Dropout is off: the importance ratio compares the same function of the weights at two times.
 """
 
@@ -59,8 +59,8 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         teacher_model: The teacher: an id, a path or a model, or "base" for the student's own base with its adapter off, which
             takes no memory. Unset: `args.teacher_model_name_or_path`.
         args: Settings.
-        train_dataset: Has a `prompt` column, texts or lists of messages; other columns go to the reward functions. Where it has
-            a `teacher_prompt`, the teacher sees that in place of the prompt (privileged context).
+        train_dataset: Has a `prompt` column, texts or lists of messages; other columns go to the reward functions. Where
+            it has a `teacher_prompt`, the teacher sees that in place of the prompt (privileged context).
         eval_dataset: The like, or a dict of them: held-out teacher_kl, completion and reward figures.
         processing_class: The student's tokenizer; by default the one saved with it.
         callbacks: As for `Trainer`.
