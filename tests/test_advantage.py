@@ -104,7 +104,7 @@ def test_the_discount_skips_gaps_and_puts_nothing_in_them() -> None:
 
 
 def test_the_clip_is_on_each_token_not_on_the_sum() -> None:
-    assert advantages_of([[3.0, 3.0, -3.0]], [[1, 1, 1]], discount=1.0, clip=1.0) == [[1, 0, -1]]
+    assert advantages_of([[3.0, 3.0, -0.5]], [[1, 1, 1]], discount=1.0, clip=1.0) == [[1.5, 0.5, -0.5]]
 
 
 def test_the_discounted_sum_by_a_second_route() -> None:

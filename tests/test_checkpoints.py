@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from trl_opd.models import TEACHER_ADAPTER
+
 from .helpers import lora, losses, make_dataset, make_model, make_tokenizer, make_trainer, save_model, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:The teacher was made in memory")
@@ -332,3 +334,22 @@ def test_a_frozen_adapter_is_an_error(adapter: str, tmp_path: Path) -> None:
     frozen = PeftModel.from_pretrained(base_of(adapter), adapter)
     with pytest.raises(ValueError, match=r"no trainable parameter.*is_trainable=True"):
         trainer(tmp_path, make_dataset(8), model=frozen, peft_config=None)
+
+
+def test_resume_with_a_teacher_adapter_on_the_same_base(adapter: str, tmp_path: Path) -> None:
+    """The teacher is in no checkpoint, and the student's weights are not loaded into it."""
+    settings = {
+        "model": str(Path(adapter).parent / "base"),
+        "teacher_model": adapter,
+        "processing_class": None,
+        "max_steps": 4,
+    }
+    whole = trainer(tmp_path / "whole", make_dataset(8), **settings)
+    teacher = {name: tensor for name, tensor in weights(whole.model).items() if TEACHER_ADAPTER in name}
+    assert teacher
+    whole.train()
+    checkpoint = tmp_path / "whole" / "checkpoint-3"
+    assert [path.name for path in checkpoint.iterdir() if path.is_dir()] == []
+    other = resumed(tmp_path / "other", make_dataset(8), str(checkpoint), **settings)
+    assert_same_run(whole, other)
+    assert_same({name: tensor for name, tensor in weights(other.model).items() if TEACHER_ADAPTER in name}, teacher)

@@ -191,12 +191,13 @@ def test_masked_completions_are_kept_with_zero_advantages(tmp_path: Path) -> Non
         assert set(row["advantages"]) == {0.0}
 
 
-def test_one_table_a_rollout(tmp_path: Path) -> None:
+def test_one_table_a_rollout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With two optimizer steps a rollout, the second has nothing new to show."""
     make_trainer(tmp_path, log_completions=True, num_substeps=2, max_steps=4).train()
     tables = read(tmp_path)
     assert list(tables) == ["step_000001.parquet", "step_000003.parquet"]
     assert {len(rows) for rows in tables.values()} == {8}
+    assert capsys.readouterr().out.count("green: teacher") == 2
 
 
 def test_a_dataset_column_of_any_kind_is_a_name(tmp_path: Path) -> None:

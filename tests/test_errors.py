@@ -152,6 +152,13 @@ def test_neither_pad_nor_eos(tmp_path: Path) -> None:
     )
 
 
+def test_processor_in_place_of_a_tokenizer(tmp_path: Path) -> None:
+    class Processor:
+        tokenizer = make_tokenizer()
+
+    assert_error(lambda: make_trainer(tmp_path, processing_class=Processor()), "Processor", "only text", "processor.tokenizer")
+
+
 def test_nothing_could_ever_end_a_completion(tmp_path: Path) -> None:
     model, tokenizer = make_model(0, eos_token_id=None), make_tokenizer()
     tokenizer.eos_token = None
@@ -267,7 +274,8 @@ def test_long_prompts_of_a_stream_are_dropped(tmp_path: Path) -> None:
     rows = [{"prompt": prompt} for prompt in ["abcdefghijkl", "abc", "abcdefghij", "ab", "abcde"]]
     settings = {"max_prompt_length": 10, "long_prompts": "drop", "cls": RecordedPrompts, "max_steps": 1}
     trainer = make_trainer(tmp_path, train_dataset=stream(rows), **settings)
-    trainer.train()
+    with pytest.warns(DistillationWarning, match="longer than 10 tokens and was dropped: 'abcdefghijkl'"):
+        trainer.train()
     assert trainer.prompts() == ["abc", "abcdefghij", "ab", "abcde"]
 
 

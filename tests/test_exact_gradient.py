@@ -26,7 +26,7 @@ from trl_opd.batch import Completion, Rollout, ScoredBatch
 from trl_opd.logprobs import token_logps
 from trl_opd.loss import LOSS_FN_DEFAULTS, REDUCTIONS, policy_loss
 
-from .helpers import lora, losses, make_model, make_trainer, weights
+from .helpers import lora, losses, make_dataset, make_model, make_trainer, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::trl_opd.checks.DistillationWarning")
 
@@ -458,14 +458,14 @@ class Recorder(torch.optim.SGD):
 
 @pytest.mark.parametrize(
     ("discount", "temperature", "batch_size", "accumulation", "substeps"),
-    [(0.0, 1.0, 4096, 1, 1), (1.0, 1.0, 512, 4, 2), (0.0, 0.7, 1024, 2, 2)],
+    [(0.0, 1.0, 4096, 1, 1), (1.0, 1.0, 64, 4, 2), (0.0, 0.7, 256, 2, 1)],
 )
 def test_the_mean_gradient_of_sampled_completions_is_the_exact_one(
     tmp_path: Path, discount: float, temperature: float, batch_size: int, accumulation: int, substeps: int
 ) -> None:
     """4,096 completions of real training: each of the 90 coordinates within 4 standard errors, which are exact, too.
 
-    The weights stand still, so that all steps estimate the same gradient.
+    The weights stand still, so that all steps estimate the same gradient; 1 rollout of one step, or 8 rollouts of one or two.
     """
     num = 4096
     student = table_model(0)
@@ -499,7 +499,7 @@ def test_the_mean_gradient_of_sampled_completions_is_the_exact_one(
     assert torch.equal(torch.as_tensor(recorder.total) != 0, sampled)  # each prefix was met, and nothing else trained
     z = ((recorder.total - mean) / error)[sampled]
     assert z.abs().max() < 4
-    assert z.square().mean() < 2  # nor are all of them at the edge
+    assert z.square().mean() < 2  # as it would not be if rollouts repeated each other
 
 
 # ---- One step, however it is cut
@@ -573,6 +573,16 @@ def test_so_it_is_where_some_micro_batches_have_nothing_to_train_on(tmp_path: Pa
     whole, *others = (split_run(tmp_path, *split, **settings) for split in SPLITS)
     assert [tokens for tokens, *_ in others[0].micro_batches].count(0) in range(1, 8)
     for other in others:
+        assert_same_run(whole, other)
+
+
+def test_a_step_that_the_datas_end_cuts_short_is_the_same_too(tmp_path: Path) -> None:
+    """Six rows: the second step has two of its four, as one micro-batch or as two, and its mean is over those."""
+    settings = {"num_train_epochs": 1, "max_steps": -1}
+    whole, *others = (split_run(tmp_path, *split, train_dataset=make_dataset(6), **settings) for split in SPLITS)
+    assert [rows for _, rows, _ in whole.micro_batches] == [4, 2]
+    for other in others:
+        assert other.state.global_step == 2
         assert_same_run(whole, other)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 import urllib.request
 import warnings
 from collections.abc import Callable, Iterator
@@ -97,7 +99,7 @@ def main(folder: Path) -> None:
         run = make_trainer(folder / "refused", peft_config=lora(), max_steps=1)
         run.train()
         keep_logits(run, folder)
-        urllib.request.urlopen(f"{os.environ['HF_ENDPOINT']}/stop").read()
+        stop_server(os.environ["HF_ENDPOINT"])
         run.push_to_hub()
 
     (folder / "report.json").write_text(json.dumps(report))
@@ -110,6 +112,16 @@ class WaitForPush(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.run.push_in_progress.wait_until_done()
+
+
+def stop_server(url: str) -> None:
+    """Returns when connections are refused."""
+    urllib.request.urlopen(f"{url}/stop").read()
+    host, port = url.removeprefix("http://").split(":")
+    with pytest.raises(ConnectionRefusedError):
+        while True:
+            socket.create_connection((host, int(port)), timeout=5).close()
+            time.sleep(0.01)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trl_opd import kl_advantages
 from trl_opd.batch import ScoredBatch
-from trl_opd.rewards import compute_rewards, reward_advantages, reward_name, weighted_rewards
+from trl_opd.rewards import compute_rewards, reward_advantages, reward_names, weighted_rewards
 
 from .helpers import make_dataset, make_model, make_tokenizer, make_trainer, weights
 
@@ -80,7 +80,8 @@ def test_callable_objects_partials_and_their_names() -> None:
 
     half = functools.partial(constant, value=0.5)
     assert compute_rewards([Length(), half], ROWS, TEXTS, IDS).tolist() == [[1.0, 0.5], [1.0, 0.5]]
-    assert [reward_name(func) for func in (Length(), constant, half)] == ["Length", "constant", "partial"]
+    names = ["Length", "constant", "partial", "partial_2", "constant_2"]
+    assert reward_names([Length(), constant, half, half, constant]) == names  # none hides another's figures
 
 
 def test_none_means_does_not_apply() -> None:
@@ -135,9 +136,9 @@ def test_scaled_by_the_deviation_of_the_batch() -> None:
 
 
 def test_weights_of_functions() -> None:
-    """2 x 1 + 0.5 x 4 = 4 against 2 x 0 + 0.5 x 2 = 1: mean 2.5."""
-    both = torch.tensor([[1.0, 4.0], [0.0, 2.0]], dtype=torch.float64)
-    assert advantages(both, 2, weights=[2.0, 0.5]) == [1.5, -1.5]
+    """2 x 1 + 0.5 x 4 = 4 against 2 x 0 + 0.5 x 0 = 0: mean 2."""
+    both = torch.tensor([[1.0, 4.0], [0.0, 0.0]], dtype=torch.float64)
+    assert advantages(both, 2, weights=[2.0, 0.5]) == [2.0, -2.0]
 
 
 def test_rows_a_function_does_not_apply_to_are_left_out_of_the_mean() -> None:

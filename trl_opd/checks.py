@@ -27,6 +27,11 @@ def warn(message: str) -> None:
 
 def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """Gives a tokenizer without a pad token its EOS token for one; masks come from lengths, so that this is safe."""
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ValueError(
+            f"processing_class is a {type(tokenizer).__name__}, but only text is distilled. Pass its tokenizer, as in "
+            "processor.tokenizer."
+        )
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ValueError(
@@ -189,9 +194,16 @@ def reward_weights(args: OnPolicyDistillationConfig, num_funcs: int) -> list[flo
 def drop_long_prompts(
     dataset: datasets.Dataset | datasets.IterableDataset, encoder: PromptEncoder
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """The rows whose prompts fit; how many were dropped is told (of a stream it is not known beforehand)."""
+    """The rows whose prompts fit; how many were dropped is told, or of a stream, where it is not known, each as it comes."""
+
+    def fits_or_warns(row: dict[str, Any]) -> bool:
+        if fits := encoder.fits(row):
+            return fits
+        warn(f"A prompt of the stream is longer than {encoder.max_length} tokens and was dropped: {row['prompt']!r:.200}")
+        return False
+
     if isinstance(dataset, datasets.IterableDataset):
-        return dataset.filter(encoder.fits)
+        return dataset.filter(fits_or_warns)
     kept = dataset.filter(encoder.fits, desc="Dropping long prompts")
     if dropped := len(dataset) - len(kept):
         warn(f"{dropped} of {len(dataset)} prompts are longer than {encoder.max_length} tokens and were dropped.")

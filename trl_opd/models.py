@@ -56,9 +56,6 @@ def load_student(
     if isinstance(model, PeftModel):
         check_adapter_kind(model.peft_config)
         _check_not_merged(model)
-        if args.activation_checkpointing:
-            # with a frozen embedding, checkpointed layers would see no input that needs a gradient
-            model.enable_input_require_grads()
     elif is_quantized(model):
         raise ValueError(
             "The student is quantised and has no adapter, so none of its weights can be trained. Pass a peft_config (QLoRA)."

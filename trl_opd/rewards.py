@@ -78,8 +78,14 @@ def weighted_rewards(rewards_BF: Tensor, weights: Sequence[float]) -> Tensor:
     return torch.where(rewards_BF.isnan().all(dim=1), torch.nan, weighted_BF.nansum(dim=1))
 
 
-def reward_name(func: RewardFunc) -> str:
-    """The name metrics use: the function's, or the class's of a callable object or a partial."""
+def reward_names(funcs: Sequence[RewardFunc]) -> list[str]:
+    """The names metrics use: the function's, or the class's of a callable object or a partial; same names are numbered."""
+    names = [_name(func) for func in funcs]
+    earlier = [names[:i].count(name) for i, name in enumerate(names)]
+    return [f"{name}_{count + 1}" if count else name for name, count in zip(names, earlier, strict=True)]
+
+
+def _name(func: RewardFunc) -> str:
     return getattr(func, "__name__", type(func).__name__)
 
 
@@ -89,7 +95,7 @@ def _deviation(values: Tensor) -> Tensor:
 
 
 def _call(func: RewardFunc, arguments: dict[str, Any], count: int) -> list[float]:
-    name, parameters = reward_name(func), inspect.signature(func).parameters.values()
+    name, parameters = _name(func), inspect.signature(func).parameters.values()
     keywords = [p for p in parameters if p.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)]
     if missing := [p.name for p in keywords if p.default is p.empty and p.name not in arguments]:
         raise ValueError(

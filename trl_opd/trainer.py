@@ -40,7 +40,7 @@ from .loss import Stats, policy_loss
 from .metrics import record_rewards, record_rollout, record_update
 from .models import as_dict, base_name, load_student, load_tokenizer
 from .prompts import PromptEncoder, check_dataset, repeat_rows
-from .rewards import RewardFunc, compute_rewards, reward_advantages, reward_name, weighted_rewards
+from .rewards import RewardFunc, compute_rewards, reward_advantages, reward_names, weighted_rewards
 from .rng import forked_rng
 from .rollout import RolloutEngine, TransformersEngine
 from .teachers import Teacher, make_teacher
@@ -205,7 +205,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         ids = rollout.completion_ids()
         texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
         rewards_BF = compute_rewards(self.reward_funcs, rollout.rows, texts, ids, trainer_state=self.state)
-        names = [reward_name(func) for func in self.reward_funcs]
+        names = reward_names(self.reward_funcs)
         record_rewards(self.metrics, rewards_BF, weighted_rewards(rewards_BF, self.reward_weights), names)
         return rollout, teacher_logps_BT, rewards_BF
 
