@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallba
 from .helpers import lora, losses, make_model, make_trainer, save_model, weights
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The teacher was made in memory"),
     pytest.mark.filterwarnings("ignore:.*scores as the student does"),
 ]
 
@@ -96,10 +95,10 @@ def test_base_as_teacher_does_not_see_the_adapter(tmp_path: Path, kind: str) -> 
 
 
 def test_mutable_state_of_the_base_is_untouched_by_many_rollouts(tmp_path: Path) -> None:
-    """No merging and unmerging, which drifts in bf16: after 20 rollouts the base is bit-identical."""
+    """No merging and unmerging, which drifts in bf16: after 12 rollouts the base is bit-identical."""
     model = make_model(0, dtype=torch.bfloat16)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    trainer = make_trainer(tmp_path, model=model, peft_config=lora(), max_completion_length=3, max_steps=20)
+    trainer = make_trainer(tmp_path, model=model, peft_config=lora(), max_completion_length=3, max_steps=12)
     trainer.train()
     after = trainer.student().get_base_model().state_dict()
     for name, tensor in before.items():

@@ -20,7 +20,6 @@ from trl_opd.teachers import ModelTeacher
 
 from .helpers import make_model, make_tokenizer, make_trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:The teacher was made in memory")
 
 CPU = torch.device("cpu")
 F, T = False, True

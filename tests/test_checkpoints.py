@@ -21,7 +21,6 @@ from trl_opd.models import TEACHER_ADAPTER
 
 from .helpers import lora, losses, make_dataset, make_model, make_tokenizer, make_trainer, save_model, weights
 
-pytestmark = pytest.mark.filterwarnings("ignore:The teacher was made in memory")
 IDS = torch.tensor([[10, 15, 4, 7, 20, 33]])
 
 

@@ -40,8 +40,6 @@ from .helpers import (
     weights,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:The teacher was made in memory")
-
 
 def assert_error(call: Callable[[], Any], *fragments: Any) -> None:
     """`call` raises a ValueError whose message holds every fragment."""
@@ -382,6 +380,7 @@ def test_teacher_prompt_longer_than_the_teachers_context(tmp_path: Path) -> None
             {"train_sampling_strategy": "group_by_length"},
             ["'group_by_length'", "before the rollout", "'random' or 'sequential'"],
         ),
+        ({"neftune_noise_alpha": 5.0}, ["neftune_noise_alpha is 5.0", "noise on the embeddings"]),
         ({"num_generations": 3}, ["4 x 1 = 4", "num_generations = 3", "Change one of the three"]),
         ({"num_generations": 3, "gradient_accumulation_steps": 2}, ["4 x 2 = 8", "num_generations = 3"]),
     ],

@@ -17,8 +17,6 @@ from trl_opd import OnPolicyDistillationTrainer
 
 from .helpers import lora, losses, make_dataset, make_model, make_trainer, weights
 
-pytestmark = pytest.mark.filterwarnings("ignore:The teacher was made in memory")
-
 
 def digits(completions: list[str], **_: Any) -> list[float]:
     """A reward: the number of digits."""

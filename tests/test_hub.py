@@ -29,7 +29,6 @@ from trl_opd.model_card import CardFacts, model_card
 from .helpers import lora, make_dataset, make_model, make_tokenizer, make_trainer, save_model
 from .hub_server import REPO_ID, HubServer
 
-pytestmark = pytest.mark.filterwarnings("ignore:The teacher was made in memory")
 IDS = torch.tensor([[10, 15, 4, 7, 20, 33]])
 
 

@@ -21,7 +21,6 @@ from trl_opd.metrics import MAX_VALUES, Metrics, _summarize
 
 from .helpers import make_dataset, make_model, make_trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:The teacher was made in memory")
 
 DOCS = Path(__file__).parents[1] / "docs" / "metrics.md"
 CLOCKED = ("time/", "tokens_per_second")
