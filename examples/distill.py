@@ -13,7 +13,7 @@ With arguments it takes any model and dataset with a `prompt` column:
         --num_generations 4 --per_device_train_batch_size 8 --gradient_accumulation_steps 8 --max_steps 100 \\
         --max_completion_length 1024 --output_dir qwen3-0.6b-distilled
 
-Any setting can also stand in a YAML file, `--config run.yaml`. Evaluation on the dataset's test split: `--eval_strategy steps`.
+Any setting can also stand in a YAML file, `--config run.yaml`. `--eval_strategy steps` evaluates on the test split.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ DEMO: dict[str, Any] = {
 def main() -> None:
     """Parses the command line, trains, saves the student and shows what came of it."""
     parser = TrlParser((ScriptArguments, OnPolicyDistillationConfig, ModelConfig))  # type: ignore[arg-type]
-    parser.set_defaults(lora_dropout=0.0)  # the trainer switches dropout off anyway
+    parser.set_defaults(lora_dropout=0.0)  # dropout is off in training; so adapter_config.json says what was trained
     data_args, args, model_args = parser.parse_args_and_config()
     demo = model_args.model_name_or_path is None
     if demo:

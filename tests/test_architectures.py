@@ -19,7 +19,6 @@ from trl_opd.rollout import TransformersEngine
 
 from .helpers import lora, make_config, make_model, make_trainer, weights
 
-
 COMMON: dict[str, Any] = {
     "vocab_size": 43,
     "hidden_size": 16,

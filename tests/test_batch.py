@@ -20,7 +20,6 @@ from trl_opd.teachers import ModelTeacher
 
 from .helpers import make_model, make_tokenizer, make_trainer
 
-
 CPU = torch.device("cpu")
 F, T = False, True
 HIT, MISS = math.log(5 / 8), math.log(1 / 8)

@@ -21,7 +21,6 @@ from trl_opd.completions import completion_records, print_completions
 
 from .helpers import make_dataset, make_trainer
 
-
 GREEN, RED, UNDERLINE, DIM = "38;2;0;255;0", "38;2;255;0;0", "4;", "2m"
 
 

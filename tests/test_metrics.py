@@ -21,7 +21,6 @@ from trl_opd.metrics import MAX_VALUES, Metrics, _summarize
 
 from .helpers import make_dataset, make_model, make_trainer
 
-
 DOCS = Path(__file__).parents[1] / "docs" / "metrics.md"
 CLOCKED = ("time/", "tokens_per_second")
 TRAINERS_OWN = {"loss", "grad_norm", "learning_rate", "epoch", "step"}

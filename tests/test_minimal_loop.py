@@ -19,7 +19,6 @@ from trl_opd.batch import Completion, Rollout, ScoredBatch
 
 from .helpers import lora, make_dataset, make_model, make_tokenizer, make_trainer, weights
 
-
 EXAMPLES = Path(__file__).parent.parent / "examples"
 STOP, PAD, LONGEST, STEPS, BATCH = 1, 0, 6, 3, 4
 PROMPTS = make_dataset(BATCH * STEPS)["prompt"][:]

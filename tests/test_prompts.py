@@ -21,7 +21,6 @@ from trl_opd.teachers import ModelTeacher
 
 from .helpers import CHARACTERS, lora, make_dataset, make_model, make_tokenizer, make_trainer
 
-
 USER = {"role": "user", "content": "1+1="}
 BOS, EOS = 2, 1
 

@@ -18,7 +18,6 @@ from trl_opd.rewards import compute_rewards, reward_advantages, reward_names, we
 
 from .helpers import make_dataset, make_model, make_tokenizer, make_trainer, weights
 
-
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
 TEXTS, IDS = ["2", "5"], [[6, 1], [9, 1]]
 

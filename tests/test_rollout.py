@@ -24,7 +24,6 @@ from trl_opd.rollout import TransformersEngine
 
 from .helpers import lora, make_config, make_dataset, make_model, make_tokenizer, make_trainer, weights
 
-
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16], [20]]
 
 

@@ -21,7 +21,6 @@ from trl_opd.teachers import AdapterTeacher, ModelTeacher
 
 from .helpers import lora, losses, make_model, make_tokenizer, make_trainer, save_model, weights
 
-
 WEIGHTS = "adapter_model.safetensors"
 
 
