@@ -487,8 +487,7 @@ def documented() -> list[str]:
 
 
 def test_the_document_explains_what_is_logged_and_nothing_else(run: Any) -> None:
-    """`time/sync` and `teacher_kl/<dataset>` are logged only by runs with a rollout server and with several datasets."""
     logged = {name for entry in training_logs(run) for name in entry} - TRAINERS_OWN
     logged = {"reward/<function>" if name.startswith("reward/") else name for name in logged}
-    assert set(documented()) == logged | {"time/sync", "teacher_kl/<dataset>"}
+    assert set(documented()) == logged
     assert len(documented()) == len(set(documented()))

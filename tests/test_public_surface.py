@@ -80,9 +80,12 @@ def parameters(function: Callable[..., Any]) -> list[tuple[str, Any, bool]]:
 
 def test_public_names() -> None:
     assert sorted(trl_opd.__all__) == [
+        "Completion",
         "DistillationWarning",
         "OnPolicyDistillationConfig",
         "OnPolicyDistillationTrainer",
+        "Rollout",
+        "ScoredBatch",
         "kl_advantages",
         "policy_loss",
         "token_logps",

@@ -1,6 +1,9 @@
 """On-policy distillation for the Hugging Face stack: the student writes, the teacher scores every token it wrote."""
 
 from .advantage import kl_advantages as kl_advantages
+from .batch import Completion as Completion
+from .batch import Rollout as Rollout
+from .batch import ScoredBatch as ScoredBatch
 from .checks import DistillationWarning as DistillationWarning
 from .config import OnPolicyDistillationConfig as OnPolicyDistillationConfig
 from .logprobs import token_logps as token_logps
@@ -8,9 +11,12 @@ from .loss import policy_loss as policy_loss
 from .trainer import OnPolicyDistillationTrainer as OnPolicyDistillationTrainer
 
 __all__ = [
+    "Completion",
     "DistillationWarning",
     "OnPolicyDistillationConfig",
     "OnPolicyDistillationTrainer",
+    "Rollout",
+    "ScoredBatch",
     "kl_advantages",
     "policy_loss",
     "token_logps",

@@ -10,7 +10,32 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from .loss import REDUCTIONS, loss_settings
 
-_OPTIONAL_COUNTS = ("max_prompt_length", "per_device_rollout_batch_size")
+OBJECTIVE = [
+    "loss_fn",
+    "loss_fn_config",
+    "loss_reduction",
+    "kl_penalty_coef",
+    "kl_discount_factor",
+    "kl_clip",
+    "kl_logps",
+    "num_substeps",
+    "num_generations",
+    "max_completion_length",
+    "temperature",
+    "learning_rate",
+    "lr_scheduler_type",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "world_size",
+    "seed",
+]
+DICTS = ("model_init_kwargs", "teacher_model_init_kwargs", "chat_template_kwargs", "loss_fn_config")
+
+
+def as_dict(value: dict[str, Any] | str | None) -> dict[str, Any]:
+    """A dictionary setting, which `OnPolicyDistillationConfig` has parsed if it came as JSON."""
+    assert not isinstance(value, str)
+    return value or {}
 
 
 def _help(text: str, **more: Any) -> dict[str, Any]:
@@ -30,14 +55,6 @@ class OnPolicyDistillationConfig(TrainingArguments):
     has it, `activation_checkpointing` on, `eval_on_start` on if there is an evaluation strategy, `remove_unused_columns` off
     (rewards need the columns).
     """
-
-    _VALID_DICT_FIELDS = [  # noqa: RUF012 - the name and kind of `TrainingArguments`' own class attribute
-        *TrainingArguments._VALID_DICT_FIELDS,
-        "model_init_kwargs",
-        "teacher_model_init_kwargs",
-        "chat_template_kwargs",
-        "loss_fn_config",
-    ]
 
     # Defaults of TrainingArguments that are set anew
     learning_rate: float = field(default=1e-4, metadata=_help("Initial learning rate. 1e-4 suits LoRA, 5e-5 full weights."))
@@ -89,10 +106,13 @@ class OnPolicyDistillationConfig(TrainingArguments):
     temperature: float = field(
         default=1.0, metadata=_help("Sampling temperature; student and teacher are scored at the same one. > 0.")
     )
-    top_p: float = field(default=1.0, metadata=_help("Nucleus sampling. Other than 1.0 biases the rollout; see docs."))
-    top_k: int = field(default=0, metadata=_help("Top-k sampling, 0 for none. Other than 0 biases the rollout."))
+    top_p: float = field(
+        default=1.0,
+        metadata=_help("Nucleus sampling. Below 1.0 tokens come from a truncated distribution and are scored anew."),
+    )
+    top_k: int = field(default=0, metadata=_help("Top-k sampling, 0 for none. As with top_p."))
     min_p: float | None = field(default=None, metadata=_help("Least probability relative to the likeliest token."))
-    repetition_penalty: float = field(default=1.0, metadata=_help("Repetition penalty. Other than 1.0 biases the rollout."))
+    repetition_penalty: float = field(default=1.0, metadata=_help("Repetition penalty, 1.0 for none. As with top_p."))
     per_device_rollout_batch_size: int | None = field(
         default=None,
         metadata=_help(
@@ -149,7 +169,7 @@ class OnPolicyDistillationConfig(TrainingArguments):
     # Logging
     log_completions: bool = field(
         default=False,
-        metadata=_help("At each log, print a completion with its tokens coloured by advantage and write all to parquet."),
+        metadata=_help("At each log, print a completion (of each dataset) coloured by advantage and write all to parquet."),
     )
 
     def __post_init__(self) -> None:
@@ -177,31 +197,11 @@ class OnPolicyDistillationConfig(TrainingArguments):
 
     def objective(self) -> dict[str, object]:
         """What was optimised, for the model card."""
-        names = [
-            *(
-                "loss_fn",
-                "loss_fn_config",
-                "loss_reduction",
-                "kl_penalty_coef",
-                "kl_discount_factor",
-                "kl_clip",
-                "kl_logps",
-            ),
-            *(
-                "num_generations",
-                "max_completion_length",
-                "temperature",
-                "num_substeps",
-                "learning_rate",
-                "lr_scheduler_type",
-            ),
-            *("per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "seed"),
-        ]
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {name: getattr(self, name) for name in OBJECTIVE if getattr(self, name) is not None}
 
     def _parse_dicts(self) -> None:
         """Turns our dictionary settings that came as JSON from the command line into dictionaries."""
-        for name in ("model_init_kwargs", "teacher_model_init_kwargs", "chat_template_kwargs", "loss_fn_config"):
+        for name in DICTS:
             if isinstance(value := getattr(self, name), str):
                 try:
                     setattr(self, name, dict(json.loads(value)))
@@ -221,7 +221,8 @@ class OnPolicyDistillationConfig(TrainingArguments):
             raise ValueError(f"kl_discount_factor is {self.kl_discount_factor}; it must lie between 0 and 1.")
         if self.kl_clip is not None and self.kl_clip <= 0:
             raise ValueError(f"kl_clip is {self.kl_clip} nats; a bound must be > 0. Leave it out for no bound.")
-        for name in ("num_generations", "max_completion_length", "num_substeps", *_OPTIONAL_COUNTS):
+        counts = ("num_generations", "max_completion_length", "num_substeps")
+        for name in (*counts, "max_prompt_length", "per_device_rollout_batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1.")

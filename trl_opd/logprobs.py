@@ -11,6 +11,7 @@ How this differs from the usual code:
    151,936 for 151,665 ids) are cut off here, as they are when sampling, so that models padded differently agree on it.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def token_logps(
     Returns:
         (B, T) nats, fp32 or better. The value at t belongs to token t; a row's first token and padding get 0.
     """
-    return score_tokens(model, input_ids, attention_mask, temperature=temperature, vocab_size=vocab_size)[0]
+    return _forward(model, input_ids, attention_mask, temperature, vocab_size).logps()
 
 
 @torch.no_grad()
@@ -64,17 +65,47 @@ def score_tokens(
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`token_logps` and, without gradient, the entropy (nats) of the distribution each token was drawn from: two (B, T)."""
-    real_BT = attention_mask.bool()
-    order_BL = torch.argsort(~real_BT, dim=1, stable=True)[:, : int(real_BT.sum(dim=1).max())]
-    ids_BL, real_BL = input_ids.gather(1, order_BL), real_BT.gather(1, order_BL)
-    outputs = model(input_ids=ids_BL, attention_mask=real_BL.to(attention_mask.dtype), use_cache=False)
-    logits_BLV = _policy_logits(outputs.logits[:, :-1], temperature, vocab_size)
+    scored = _forward(model, input_ids, attention_mask, temperature, vocab_size)
+    return scored.logps(), scored.entropy()
 
-    scored_BL = real_BL[:, 1:]
-    logps_BL = logits_BLV.gather(-1, ids_BL[:, 1:, None]).squeeze(-1) - logits_BLV.logsumexp(dim=-1)
-    values = (torch.where(scored_BL, logps_BL, 0.0), torch.where(scored_BL, _entropy(logits_BLV), 0.0))
-    logps_BT, entropy_BT = (value_BL.new_zeros(real_BT.shape).scatter(1, order_BL[:, 1:], value_BL) for value_BL in values)
-    return logps_BT, entropy_BT
+
+@dataclass(frozen=True)
+class _Scored:
+    """A forward pass over rows that stand flush left; what is asked of it comes back in the shape of the input."""
+
+    logits_BLV: Tensor
+    """The policy's, at the position before each of `ids_BL`."""
+    ids_BL: Tensor
+    real_BL: Tensor
+    """False on padding."""
+    positions_BL: Tensor
+    """Where each token stands in the input."""
+    width: int
+
+    def logps(self) -> Tensor:
+        """(B, T) nats, differentiable."""
+        chosen_BL = self.logits_BLV.gather(-1, self.ids_BL[..., None]).squeeze(-1)
+        return self._moved_back(chosen_BL - self.logits_BLV.logsumexp(dim=-1))
+
+    def entropy(self) -> Tensor:
+        """(B, T) nats, without gradient."""
+        return self._moved_back(_entropy(self.logits_BLV))
+
+    def _moved_back(self, values_BL: Tensor) -> Tensor:
+        values_BL = torch.where(self.real_BL, values_BL, 0.0)
+        return values_BL.new_zeros(len(values_BL), self.width).scatter(1, self.positions_BL, values_BL)
+
+
+def _forward(
+    model: nn.Module | Any, ids_BT: Tensor, attention_mask_BT: Tensor, temperature: float, vocab_size: int | None
+) -> _Scored:
+    """Runs the model; from here on, what belongs to a token stands at that token's place."""
+    real_BT = attention_mask_BT.bool()
+    order_BL = torch.argsort(~real_BT, dim=1, stable=True)[:, : int(real_BT.sum(dim=1).max())]
+    ids_BL, real_BL = ids_BT.gather(1, order_BL), real_BT.gather(1, order_BL)
+    outputs = model(input_ids=ids_BL, attention_mask=real_BL.to(attention_mask_BT.dtype), use_cache=False)
+    logits_BLV = _policy_logits(outputs.logits[:, :-1], temperature, vocab_size)
+    return _Scored(logits_BLV, ids_BL[:, 1:], real_BL[:, 1:], order_BL[:, 1:], ids_BT.shape[1])
 
 
 def _policy_logits(logits: Tensor, temperature: float, vocab_size: int | None) -> Tensor:

@@ -20,7 +20,6 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from . import checks, completions, state
 from .batch import Rollout, ScoredBatch
-from .logprobs import score_in_batches
 from .loss import count_items
 from .metrics import Metrics
 from .models import eval_mode
@@ -34,7 +33,7 @@ TRAIN, EVAL = 0, 1
 
 
 class DistillationLoop(SavingTrainer):
-    """The part of the trainer that is not the algorithm. `OnPolicyDistillationTrainer` fills in the rest."""
+    """The part of the trainer that is not the algorithm, split off by topic; subclass `OnPolicyDistillationTrainer`."""
 
     processing_class: PreTrainedTokenizerBase
     evaluators: list[Callable[[Any], dict[str, float]]]
@@ -65,8 +64,12 @@ class DistillationLoop(SavingTrainer):
         """Everything before the update of the policy."""
         raise NotImplementedError
 
-    def rollout_and_scores(self, rows: list[Row], *stream: int) -> tuple[Rollout, Tensor, Tensor | None]:
-        """Completions for `rows` and what teacher (B, T) and reward functions (B, F) think of them."""
+    def rollout_and_scores(self, rows: list[Row], *stream: int) -> tuple[Rollout, Tensor, Tensor]:
+        """Completions for `rows`, the teacher's log-probs of them (B, T) and their rewards (B, F)."""
+        raise NotImplementedError
+
+    def student_logps(self, sequences: Rollout | ScoredBatch) -> Tensor:
+        """(B, T) log-probs under the student as it is now, without gradient."""
         raise NotImplementedError
 
     # ---- Batches
@@ -176,7 +179,7 @@ class DistillationLoop(SavingTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the figures of the window to each training log."""
         if "loss" in logs:
-            logs |= self._window_figures()
+            logs = logs | self._window_figures()
             if self._records and self.is_world_process_zero():
                 completions.write_completions(self._records, str(self.args.output_dir))
                 completions.print_completions(self._records)
@@ -209,15 +212,3 @@ class DistillationLoop(SavingTrainer):
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         super()._track_num_input_tokens({"input_ids": inputs.ids_BT, "attention_mask": inputs.attention_mask_BT})
-
-    def student_logps(self, sequences: Rollout | ScoredBatch) -> Tensor:
-        """(B, T) log-probs under the student as it is now, without gradient."""
-        with eval_mode(self.model):
-            return score_in_batches(
-                self.model_wrapped,
-                sequences.ids_BT,
-                sequences.attention_mask_BT,
-                temperature=self.args.temperature,
-                vocab_size=self.vocab_size,
-                batch_size=self.args.per_device_train_batch_size,
-            )

@@ -25,7 +25,7 @@ class Metrics:
     """Collects the figures of one logging window.
 
     A mean is a sum and a count, so that a token counts the same in whatever micro-batch or process it was. Distributions (for
-    quantiles) and extremes are kept beside them. Tensors stay on their device until `reduce`.
+    quantiles) and extremes are kept beside them. Sums and distributions stay on their device until `reduce`.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Metrics:
     def reduce(self) -> dict[str, float]:
         """The figures of the window over all processes (each must call this), which then begins anew.
 
-        `time/*` are seconds of the window on the slowest process; `seconds` is the window's whole length.
+        `time/*` are seconds of the window on the slowest process; `time/window` is its whole length.
         """
         own = {
             "sums": {name: (float(total), float(count)) for name, (total, count) in self._sums.items()},

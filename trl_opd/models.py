@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, 
 from transformers.utils.peft_utils import find_adapter_config_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .config import OnPolicyDistillationConfig
+from .config import OnPolicyDistillationConfig, as_dict
 
 TEACHER_ADAPTER = "trl_opd_teacher"
 """Name of the adapter a teacher has on the student's base; none that a user would give to one."""
@@ -42,7 +41,11 @@ def load_student(
         ValueError: If the arguments contradict each other or leave nothing to train.
     """
     if isinstance(model, str):
-        kwargs = {"dtype": "float32", "trust_remote_code": args.trust_remote_code, **as_dict(args.model_init_kwargs)}
+        kwargs = {
+            "dtype": "float32",
+            "trust_remote_code": args.trust_remote_code,
+            **as_dict(args.model_init_kwargs),
+        }
         if quantization_config is not None:
             kwargs["quantization_config"] = quantization_config
         model = load_model(model, kwargs, trainable_adapter=True)
@@ -89,7 +92,7 @@ def load_adapter(model: PeftModel, path: str, name: str, *, trainable: bool) -> 
 
     Raises:
         ValueError: If keys of the file find no place in the model, or places get no weights: an adapter that loads nothing
-            would leave the base model in its stead without a word.
+            would leave the plain base model in its place without a word.
     """
     result = model.load_adapter(path, adapter_name=name, is_trainable=trainable)
     for kind, keys in (("has no place for", result.unexpected_keys), ("got no weights for", result.missing_keys)):
@@ -216,11 +219,6 @@ def changed_base(student: PeftModel) -> str | None:
     return f"{len(trained)} of its base's own weights are trained, the first is '{trained[0]}'" if trained else None
 
 
-def as_dict(value: dict[str, Any] | str | None) -> dict[str, Any]:
-    """A dictionary setting that may have come as JSON from the command line."""
-    return dict(json.loads(value)) if isinstance(value, str) else dict(value or {})
-
-
 def _add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig, args: OnPolicyDistillationConfig) -> PeftModel:
     if isinstance(model, PeftModel):
         raise ValueError(
@@ -232,7 +230,7 @@ def _add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig, ar
         model = prepare_model_for_kbit_training(
             model,
             use_gradient_checkpointing=bool(args.activation_checkpointing),
-            gradient_checkpointing_kwargs=as_dict(args.activation_checkpointing_kwargs) or None,
+            gradient_checkpointing_kwargs=cast(Any, args.activation_checkpointing_kwargs),
         )
     return get_peft_model(model, peft_config)  # type: ignore[return-value]  # PeftMixedModel only if mixed=True
 

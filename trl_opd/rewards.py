@@ -46,7 +46,7 @@ def compute_rewards(
         "completion_ids": list(completion_ids),
     }
     rewards = [_call(func, arguments, len(rows)) for func in reward_funcs]
-    return torch.tensor(rewards, dtype=torch.float64).T
+    return torch.tensor(rewards, dtype=torch.float64).view(len(reward_funcs), len(rows)).T
 
 
 def reward_advantages(rewards_BF: Tensor, weights: Sequence[float], num_generations: int, scale: str) -> Tensor:

@@ -33,12 +33,12 @@ from . import checks, completions
 from .advantage import kl_advantages
 from .batch import Rollout, ScoredBatch
 from .callbacks import AfterStepCallback, DistillationProgressCallback
-from .config import OnPolicyDistillationConfig
-from .logprobs import score_tokens
+from .config import OnPolicyDistillationConfig, as_dict
+from .logprobs import score_in_batches, score_tokens
 from .loop import TRAIN, DistillationLoop, Row
 from .loss import Stats, policy_loss
 from .metrics import record_rewards, record_rollout, record_update
-from .models import as_dict, base_name, load_student, load_tokenizer
+from .models import base_name, eval_mode, load_student, load_tokenizer
 from .prompts import PromptEncoder, check_dataset, repeat_rows
 from .rewards import RewardFunc, compute_rewards, reward_advantages, reward_names, weighted_rewards
 from .rng import forked_rng
@@ -61,8 +61,8 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         args: Settings.
         train_dataset: Has a `prompt` column, texts or lists of messages; other columns go to the reward functions. Where
             it has a `teacher_prompt`, the teacher sees that in place of the prompt (privileged context).
-        eval_dataset: The like, or a dict of them: held-out teacher_kl, completion and reward figures.
-        processing_class: The student's tokenizer; by default the one saved with it.
+        eval_dataset: One such dataset or a dict of them: held-out teacher_kl, completion and reward figures.
+        processing_class: The student's tokenizer; by default the one saved with it. If it has no pad token, it gets one.
         callbacks: As for `Trainer`.
         optimizers: As for `Trainer`.
         quantization_config: Loads a student given by name quantised (QLoRA, together with `peft_config`).
@@ -103,8 +103,10 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         self.reward_funcs = [reward_funcs] if callable(reward_funcs) else list(reward_funcs or [])
         self.reward_weights = checks.reward_weights(args, len(self.reward_funcs))
         self.evaluators = list(evaluators or [])
-        for name, dataset in (eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}).items():
-            check_dataset(dataset, name) if dataset is not None else None
+        eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
+        for name, dataset in eval_datasets.items():
+            if dataset is not None:
+                check_dataset(dataset, name)
         if eval_dataset is None and self.evaluators:
             eval_dataset = {}  # nothing to roll out, but Trainer must not refuse to evaluate
         super().__init__(
@@ -125,6 +127,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
             pad_id=cast(int, tokenizer.pad_token_id),
             vocab_size=self.vocab_size,
         )
+        self._engine_checked = False
         self.teacher_name = teacher_model if isinstance(teacher_model, str) else base_name(teacher_model)
         self.teacher: Teacher = make_teacher(teacher_model, self.student, tokenizer, args, self._prepare_teacher)
 
@@ -158,8 +161,9 @@ class OnPolicyDistillationTrainer(DistillationLoop):
             temperature=self.args.temperature,
             vocab_size=self.vocab_size,
         )
-        if self.state.global_step == 0:
+        if self.state.global_step == 0 and not self._engine_checked:
             checks.check_engine_agrees(logps_BT, batch)
+            self._engine_checked = True
         if self.args.kl_logps == "current":
             advantages_BT = self.compute_advantages(
                 logps_BT.detach(), batch.teacher_logps_BT, batch.mask_BT, batch.reward_advantages_B
@@ -177,12 +181,9 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         rollout, teacher_logps_BT, rewards_BF = self.rollout_and_scores(rows, TRAIN, self.state.global_step)
         if self.state.global_step == 0:
             checks.check_teacher_differs(rollout, teacher_logps_BT)
-        reward_advantages_B = torch.zeros(len(rollout))
-        if rewards_BF is not None:
-            reward_advantages_B = reward_advantages(
-                rewards_BF, self.reward_weights, self.args.num_generations, self.args.scale_rewards
-            )
-        reward_advantages_B = reward_advantages_B.to(rollout.sampled_logps_BT)
+        reward_advantages_B = reward_advantages(
+            rewards_BF, self.reward_weights, self.args.num_generations, self.args.scale_rewards
+        ).to(rollout.sampled_logps_BT)
         advantages_BT = self.compute_advantages(
             rollout.sampled_logps_BT, teacher_logps_BT, rollout.mask_BT, reward_advantages_B
         )
@@ -191,22 +192,21 @@ class OnPolicyDistillationTrainer(DistillationLoop):
             self._records = completions.completion_records(rollout, batch, self.processing_class, self.state.global_step + 1)
         return batch
 
-    def rollout_and_scores(self, rows: list[Row], *stream: int) -> tuple[Rollout, Tensor, Tensor | None]:
-        """Completions for `rows` and what teacher (B, T) and reward functions (B, F) think of them."""
+    def rollout_and_scores(self, rows: list[Row], *stream: int) -> tuple[Rollout, Tensor, Tensor]:
+        """Completions for `rows`, the teacher's log-probs of them (B, T) and their rewards (B, F); all are measured."""
         with self.metrics.timed("rollout"), forked_rng(self.args.seed, *stream, self.accelerator.process_index):
             rollout = self.generate_rollout(rows)
         checks.check_rollout(rollout, len(rows))
         with self.metrics.timed("teacher"):
             teacher_logps_BT = self.score_with_teacher(rollout)
         checks.check_scores(rollout, teacher_logps_BT, self.args.kl_clip)
-        record_rollout(self.metrics, rollout, teacher_logps_BT)
-        if not self.reward_funcs:
-            return rollout, teacher_logps_BT, None
         ids = rollout.completion_ids()
         texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
         rewards_BF = compute_rewards(self.reward_funcs, rollout.rows, texts, ids, trainer_state=self.state)
-        names = reward_names(self.reward_funcs)
-        record_rewards(self.metrics, rewards_BF, weighted_rewards(rewards_BF, self.reward_weights), names)
+
+        record_rollout(self.metrics, rollout, teacher_logps_BT)
+        totals_B = weighted_rewards(rewards_BF, self.reward_weights)
+        record_rewards(self.metrics, rewards_BF, totals_B, reward_names(self.reward_funcs))
         return rollout, teacher_logps_BT, rewards_BF
 
     # ---- Its four steps, for subclasses
@@ -266,6 +266,18 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         )
 
     # ---- Parts
+
+    def student_logps(self, sequences: Rollout | ScoredBatch) -> Tensor:
+        """(B, T) log-probs under the student as it is now, without gradient."""
+        with eval_mode(self.model):
+            return score_in_batches(
+                self.model_wrapped,
+                sequences.ids_BT,
+                sequences.attention_mask_BT,
+                temperature=self.args.temperature,
+                vocab_size=self.vocab_size,
+                batch_size=self.args.per_device_train_batch_size,
+            )
 
     def _teacher_prompts(self, rows: list[Row]) -> list[list[int]] | None:
         if not any("teacher_prompt" in row for row in rows):

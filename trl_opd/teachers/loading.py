@@ -9,10 +9,9 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checks import check_same_tokens, check_stop_tokens, check_vocab_rows, context_length, policy_vocab_size, warn
-from ..config import OnPolicyDistillationConfig
+from ..config import OnPolicyDistillationConfig, as_dict
 from ..models import (
     TEACHER_ADAPTER,
-    as_dict,
     base_name,
     changed_base,
     check_adapter_kind,
