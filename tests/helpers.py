@@ -56,7 +56,8 @@ def make_model(seed: int = 0, *, vocab_size: int = 43, dtype: torch.dtype = torc
         "bos_token_id": 2,
         "initializer_range": 0.4,
     }
-    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **{**settings, **config})).to(dtype).eval()
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **{**settings, **config}))
+    return model.to(dtype).eval()
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None = None) -> str:

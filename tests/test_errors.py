@@ -380,7 +380,13 @@ def test_teacher_prompt_longer_than_the_teachers_context(tmp_path: Path) -> None
             {"train_sampling_strategy": "group_by_length"},
             ["'group_by_length'", "before the rollout", "'random' or 'sequential'"],
         ),
-        ({"neftune_noise_alpha": 5.0}, ["neftune_noise_alpha is 5.0", "noise on the embeddings"]),
+        ({"label_smoothing_factor": 0.1}, ["label_smoothing_factor is 0.1", "no labels"]),
+        ({"auto_find_batch_size": True}, ["auto_find_batch_size is True", "cut groups"]),
+        (
+            {"dataloader_drop_last": True, "num_generations": 8, "gradient_accumulation_steps": 2},
+            ["num_generations 8 does not divide per_device_train_batch_size 4"],
+        ),
+        ({"neftune_noise_alpha": 5.0}, ["neftune_noise_alpha is 5.0", "noise in training only"]),
         ({"num_generations": 3}, ["4 x 1 = 4", "num_generations = 3", "Change one of the three"]),
         ({"num_generations": 3, "gradient_accumulation_steps": 2}, ["4 x 2 = 8", "num_generations = 3"]),
     ],
@@ -418,6 +424,40 @@ def test_dictionaries_from_the_command_line(tmp_path: Path) -> None:
     assert trainer.model.dtype is torch.bfloat16
     assert trainer.teacher.model.dtype is torch.float16  # type: ignore[attr-defined]
     assert trainer.prompt_encoder.chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_workers_of_a_stream_would_mix_groups(tmp_path: Path) -> None:
+    stream = make_dataset(8).to_iterable_dataset(num_shards=2)
+    settings: dict[str, Any] = {"num_generations": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    assert_error(
+        lambda: make_trainer(tmp_path, train_dataset=stream, dataloader_num_workers=2, **settings),
+        "2 workers",
+        "per_device_train_batch_size (2)",
+        "num_generations (4)",
+    )
+    make_trainer(tmp_path, train_dataset=stream, dataloader_num_workers=0, **settings)
+
+
+def test_rows_of_a_hook_that_do_not_stand_flush_left(tmp_path: Path) -> None:
+    """Parts of a batch are cut on the right: with padding on the left, tokens would be lost without a word."""
+
+    class LeftPadded(OnPolicyDistillationTrainer):
+        def generate_rollout(self, rows: list[dict[str, Any]]) -> Rollout:
+            rollout = super().generate_rollout(rows)
+            names = ("ids_BT", "attention_mask_BT", "mask_BT", "sampled_logps_BT")
+            wider = {name: torch.nn.functional.pad(getattr(rollout, name), (1, 0)) for name in names}
+            return replace(rollout, **wider)
+
+    trainer = make_trainer(tmp_path, cls=LeftPadded)
+    assert_error(trainer.train, "flush left", "padding on the right", "Rollout.build")
+
+
+def test_advantages_of_a_hook_that_are_not_finite(tmp_path: Path) -> None:
+    class Broken(OnPolicyDistillationTrainer):
+        def compute_advantages(self, *args: Any, **kwargs: Any) -> Tensor:
+            return super().compute_advantages(*args, **kwargs) / 0.0
+
+    assert_error(make_trainer(tmp_path, cls=Broken).train, "advantages (compute_advantages) are not finite")
 
 
 def test_several_gpus_without_a_launcher(tmp_path: Path) -> None:

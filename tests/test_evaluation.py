@@ -15,7 +15,7 @@ from transformers import EarlyStoppingCallback
 
 from trl_opd import OnPolicyDistillationTrainer
 
-from .helpers import lora, losses, make_dataset, make_model, make_trainer, weights
+from .helpers import lora, losses, make_config, make_dataset, make_model, make_trainer, weights
 
 
 def digits(completions: list[str], **_: Any) -> list[float]:
@@ -301,6 +301,21 @@ def test_the_best_checkpoint_by_teacher_kl_is_loaded_at_the_end(tmp_path: Path) 
     assert run.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
     assert_weights_of(run, tmp_path / f"checkpoint-{best}")
     assert run.evaluate()["eval_teacher_kl"] == kl[best]
+
+
+def test_a_kl_is_better_when_it_is_smaller(tmp_path: Path) -> None:
+    assert make_config(tmp_path, metric_for_best_model="eval_teacher_kl").greater_is_better is False
+    assert make_config(tmp_path, metric_for_best_model="eval_teacher_kl", greater_is_better=True).greater_is_better is True
+    assert make_config(tmp_path, metric_for_best_model="eval_accuracy").greater_is_better is True
+
+
+def test_a_reward_may_be_called_after_tokens(tmp_path: Path) -> None:
+    def count_tokens(completion_ids: list[list[int]]) -> list[float]:
+        return [float(len(ids)) for ids in completion_ids]
+
+    trainer = make_trainer(tmp_path, eval_dataset=make_dataset(4), reward_funcs=count_tokens, num_generations=2)
+    figures = trainer.evaluate()
+    assert figures["eval_reward/count_tokens"] == figures["eval_completions/mean_length"]
 
 
 @pytest.mark.parametrize("with_data", [False, True])

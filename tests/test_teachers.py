@@ -269,14 +269,13 @@ def test_adapter_that_is_passed_as_a_model(tmp_path: Path, base: str) -> None:
 def test_adapter_on_the_students_base(tmp_path: Path, base: str) -> None:
     """Two adapters, one base: the teacher's is frozen and unsaved, and the student's trains as beside a teacher of its own."""
     adapter = save_adapter(tmp_path / "teacher", base, 5)
-    model = AutoModelForCausalLM.from_pretrained(base)
     expected = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
     before = parameters_alive()
-    shared = make_trainer(tmp_path / "out", model=model, peft_config=lora(), teacher_model=adapter)
+    shared = make_trainer(tmp_path / "out", model=base, peft_config=lora(), teacher_model=adapter)
     trainable = {name for name, p in shared.model.named_parameters() if p.requires_grad}
     assert isinstance(shared.teacher, AdapterTeacher)
     assert trainable == {name for name, _ in shared.model.named_parameters() if "lora_" in name and ".default." in name}
-    assert parameters_alive() - before == 2 * sum(p.numel() for n, p in shared.model.named_parameters() if n in trainable)
+    assert parameters_alive() - before == sum(p.numel() for p in shared.model.parameters())  # one base, two adapters
     assert_scores(shared, expected)
 
     teacher_weights = {name: w for name, w in weights(shared.model).items() if TEACHER_ADAPTER in name}
@@ -302,6 +301,15 @@ def test_adapter_on_the_students_base(tmp_path: Path, base: str) -> None:
     expected_BT = score_by_hand(reloaded, rollout)
     torch.testing.assert_close(torch.where(rollout.mask_BT, shared.student_logps(rollout), 0.0), expected_BT)
     assert TEACHER_ADAPTER in shared.model.peft_config  # still there after saving
+
+
+def test_adapter_is_not_put_on_a_base_that_may_have_changed(tmp_path: Path, base: str) -> None:
+    """Merging leaves a model its name, but not its weights: the teacher's adapter belongs on the original."""
+    adapter = save_adapter(tmp_path / "teacher", base, 5)
+    tuned = save_adapter(tmp_path / "tuned", base, 6)
+    merged: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tuned).merge_and_unload()
+    trainer = make_trainer(tmp_path / "out", model=merged, peft_config=lora(), teacher_model=adapter)
+    assert_scores(trainer, PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter))
 
 
 def test_checkpoints_hold_no_teacher_and_resume(tmp_path: Path, base: str) -> None:
@@ -337,10 +345,11 @@ def test_modules_to_save_of_one_side_do_not_reach_the_other(tmp_path: Path, base
     with_head = lora(target_modules=["q_proj"], modules_to_save=["lm_head"])
     adapter = save_adapter(tmp_path / "teacher", base, 5, with_head if side == "teacher" else lora())
     config = with_head if side == "student" else lora(target_modules=["q_proj", "v_proj"])
-    student = perturbed(get_peft_model(AutoModelForCausalLM.from_pretrained(base), config), 4)
+    own_adapter = save_adapter(tmp_path / "student", base, 4, config)
     rollout = make_rollout()
-    own_BT = score_by_hand(student, rollout)
-    trainer = make_trainer(tmp_path, model=student, teacher_model=adapter)
+    own_BT = score_by_hand(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), own_adapter), rollout)
+    trainer = make_trainer(tmp_path, model=own_adapter, teacher_model=adapter)
+    student = trainer.student()
     expected = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
     assert isinstance(trainer.teacher, AdapterTeacher)
     trainable = {name for name, p in student.named_parameters() if p.requires_grad}

@@ -156,6 +156,16 @@ def check_step_has_rows(num_prompts: int, args: OnPolicyDistillationConfig, num_
         )
 
 
+def check_stream_groups(args: OnPolicyDistillationConfig) -> None:
+    """Raises ValueError if the workers of a streaming data loader would mix prompts within a group."""
+    if args.dataloader_num_workers > 0 and args.per_device_train_batch_size % args.num_generations:
+        raise ValueError(
+            f"Each of the {args.dataloader_num_workers} workers of a streaming train_dataset makes micro-batches of its own, "
+            f"so per_device_train_batch_size ({args.per_device_train_batch_size}) must be a multiple of num_generations "
+            f"({args.num_generations}). Change one of them, or set dataloader_num_workers to 0."
+        )
+
+
 def check_devices(num_gpus: int) -> None:
     """Raises ValueError if one process would use several GPUs through nn.DataParallel."""
     if num_gpus > 1:
@@ -225,6 +235,12 @@ def check_rollout(rollout: Rollout, num_rows: int) -> None:
         )
     for name in ("attention_mask_BT", "mask_BT", "sampled_logps_BT"):
         check_shape(f"generate_rollout's {name}", getattr(rollout, name), rollout.ids_BT)
+    real_BT, mask_BT = rollout.attention_mask_BT.bool(), rollout.mask_BT.bool()
+    if (real_BT[:, 1:] & ~real_BT[:, :-1]).any() or (mask_BT & ~real_BT).any() or mask_BT[:, 0].any():
+        raise ValueError(
+            "generate_rollout must return rows that stand flush left, padding on the right only, with actions on real tokens "
+            "and none in the first place, which has nothing before it. Rollout.build makes such rows."
+        )
     bad_BT = rollout.mask_BT & ~rollout.sampled_logps_BT.isfinite()
     if bad_BT.any():
         raise ValueError(
@@ -250,6 +266,16 @@ def _first(where_BT: Tensor, values_BT: Tensor, rollout: Rollout) -> str:
     row, position = (int(i) for i in where_BT.nonzero()[0])
     token = int(rollout.ids_BT[row, position])
     return f"{float(values_BT[row, position])} for id {token} at position {position} of row {row}"
+
+
+def check_advantages(advantages_BT: Tensor) -> None:
+    """Raises ValueError if an advantage is not finite: the loss would be NaN, which Trainer leaves out of its logs."""
+    if not advantages_BT.isfinite().all():
+        bad = int((~advantages_BT.isfinite()).sum())
+        raise ValueError(
+            f"{bad} of {advantages_BT.numel()} advantages (compute_advantages) are not finite, counting positions off the "
+            "mask too, which must be 0. Bound what you compute them from."
+        )
 
 
 def check_teacher_differs(rollout: Rollout, teacher_logps_BT: Tensor) -> None:

@@ -177,12 +177,15 @@ class OnPolicyDistillationConfig(TrainingArguments):
             self.bf16 = not self.fp16 and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         if self.eval_strategy in ("no", None):
             self.eval_on_start = False
+        if self.greater_is_better is None and "_kl" in (self.metric_for_best_model or ""):
+            self.greater_is_better = False  # TrainingArguments takes all for scores whose name does not end in "loss"
         self._parse_dicts()
         super().__post_init__()
         accelerator_config = cast(AcceleratorConfig, self.accelerator_config)
         if accelerator_config.dispatch_batches is None:
             accelerator_config.dispatch_batches = False  # rows are Python objects, which are not sliced like tensors
         self._check_values()
+        self._check_unsupported()
         self._check_batch()
 
     @property
@@ -231,18 +234,31 @@ class OnPolicyDistillationConfig(TrainingArguments):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is '{getattr(self, name)}'; it must be one of {', '.join(choices)}.")
         loss_settings(self.loss_fn, cast(dict[str, Any] | None, self.loss_fn_config))
-        if self.neftune_noise_alpha is not None:
-            raise ValueError(
-                f"neftune_noise_alpha is {self.neftune_noise_alpha}, but noise on the embeddings in training makes the "
-                "current policy another than the one that sampled, before any update. Leave it out."
-            )
         if self.train_sampling_strategy not in ("random", "sequential"):
             raise ValueError(
                 f"train_sampling_strategy is '{self.train_sampling_strategy}', which orders rows by a length they do not have "
                 "before the rollout. Use 'random' or 'sequential'."
             )
 
+    def _check_unsupported(self) -> None:
+        """Refuses settings of `TrainingArguments` that would be ignored, or would make the figures wrong."""
+        reasons = {
+            "neftune_noise_alpha": "noise in training only makes the current policy another than the one that sampled",
+            "label_smoothing_factor": "there are no labels to smooth",
+            "auto_find_batch_size": "a smaller batch would cut groups and drop the rollout in hand",
+            "bf16_full_eval": "evaluation samples from the weights as they are trained",
+            "fp16_full_eval": "evaluation samples from the weights as they are trained",
+        }
+        for name, reason in reasons.items():
+            if getattr(self, name):
+                raise ValueError(f"{name} is {getattr(self, name)}, but {reason}. Leave it out.")
+
     def _check_batch(self) -> None:
+        if self.dataloader_drop_last and self.per_device_train_batch_size % self.num_generations:
+            raise ValueError(
+                f"dataloader_drop_last would drop part of a group: num_generations {self.num_generations} does not divide "
+                f"per_device_train_batch_size {self.per_device_train_batch_size}. Change one of the three."
+            )
         if self.step_batch_size % self.num_generations:
             raise ValueError(
                 f"An optimizer step has {self.per_device_train_batch_size} x {self.gradient_accumulation_steps} = "

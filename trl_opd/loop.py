@@ -160,7 +160,8 @@ class DistillationLoop(SavingTrainer):
                 num_rows += len(rows)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             figures = metrics.reduce()
-        figures = {name: value for name, value in figures.items() if "time/" not in name and "tokens" not in name}
+        of_training = {"tokens", "teacher_tokens"}
+        figures = {name: v for name, v in figures.items() if name not in of_training and not name.startswith("time/")}
         named = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
         return EvalLoopOutput(predictions=np.empty(0), label_ids=None, metrics=named, num_samples=num_rows)
 

@@ -202,9 +202,11 @@ def check_adapter_kind(configs: dict[str, PeftConfig]) -> None:
 
 
 def rewrites_base(config: PeftConfig) -> bool:
-    """Whether an adapter like this comes with base weights of its own: changed to begin with, or biases that are trained."""
+    """Whether switching such an adapter off leaves another model: base weights changed or trained, layers repeated."""
     settings = config.to_dict()
     start = str(settings.get("init_lora_weights")).lower()
+    if settings.get("layer_replication"):
+        return True
     return settings.get("bias", "none") != "none" or start.startswith(("pissa", "olora", "corda", "loftq", "lora_ga"))
 
 

@@ -85,7 +85,11 @@ class SavingTrainer(Trainer):
         """
         if not self.is_world_process_zero():
             return
-        student = self.student()
+        student, history = self.student(), self.state.log_history
+        if self.args.load_best_model_at_end and self.state.best_global_step:
+            history = [
+                entry for entry in history if entry["step"] <= self.state.best_global_step
+            ]  # the weights that are saved
         facts = CardFacts(
             name=self.hub_model_id or model_name or Path(str(self.args.output_dir)).resolve().name,
             student=self.student_name,
@@ -94,7 +98,7 @@ class SavingTrainer(Trainer):
             lora=student.active_peft_config if isinstance(student, PeftModel) else None,
             datasets=[*_listed(dataset), *_listed(dataset_name)],
             num_prompts=len(self.train_dataset) if isinstance(self.train_dataset, datasets.Dataset) else None,
-            history=self.state.log_history,
+            history=history,
             tags=_listed(tags),
             metadata=metadata,
         )

@@ -94,6 +94,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         checks.check_sampling(args)
         checks.check_devices(args.n_gpu)
         self.student_name = model if isinstance(model, str) else base_name(model)
+        loaded_here = isinstance(model, str)
         set_seed(args.seed)  # adapters start at random
         model = load_student(model, args, quantization_config, peft_config)
         tokenizer = checks.prepare_tokenizer(processing_class or load_tokenizer(self.student_name, args))
@@ -129,7 +130,9 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         )
         self._engine_checked = False
         self.teacher_name = teacher_model if isinstance(teacher_model, str) else base_name(teacher_model)
-        self.teacher: Teacher = make_teacher(teacher_model, self.student, tokenizer, args, self._prepare_teacher)
+        self.teacher: Teacher = make_teacher(
+            teacher_model, self.student, tokenizer, args, self._prepare_teacher, may_share_base=loaded_here
+        )
 
     # ---- The algorithm
 
@@ -187,6 +190,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         advantages_BT = self.compute_advantages(
             rollout.sampled_logps_BT, teacher_logps_BT, rollout.mask_BT, reward_advantages_B
         )
+        checks.check_advantages(advantages_BT)
         batch = ScoredBatch.of(rollout, teacher_logps_BT, reward_advantages_B, advantages_BT)
         if self.args.log_completions:
             self._records = completions.completion_records(rollout, batch, self.processing_class, self.state.global_step + 1)
@@ -293,6 +297,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         if args.long_prompts == "drop":
             dataset = checks.drop_long_prompts(dataset, self.prompt_encoder)
         if isinstance(dataset, datasets.IterableDataset):
+            checks.check_stream_groups(args)
             return repeat_rows(dataset, args.num_generations)
         checks.check_step_has_rows(len(dataset), args, args.world_size)
         return dataset

@@ -31,6 +31,8 @@ def make_teacher(
     tokenizer: PreTrainedTokenizerBase,
     args: OnPolicyDistillationConfig,
     prepare: Callable[[nn.Module], nn.Module],
+    *,
+    may_share_base: bool,
 ) -> AdapterTeacher | ModelTeacher:
     """Makes the teacher that `teacher` names.
 
@@ -41,6 +43,8 @@ def make_teacher(
         tokenizer: The student's.
         args: The trainer's settings.
         prepare: Puts a model of its own on the training device.
+        may_share_base: Whether the student's base is sure to be what its name says. A model that was loaded elsewhere may have
+            been changed since, by merging an adapter for one, and keeps its name.
 
     Raises:
         ValueError: If the teacher cannot score what the student writes.
@@ -56,7 +60,7 @@ def make_teacher(
         "vocab_size": policy_vocab_size(tokenizer),
         "batch_size": args.per_device_train_batch_size,
     }
-    if isinstance(teacher, str) and (teacher == "base" or _shares_base(teacher, student(), args)):
+    if isinstance(teacher, str) and (teacher == "base" or (may_share_base and _shares_base(teacher, student(), args))):
         name = _put_on_student(teacher, student())
         return AdapterTeacher(student, name, context=context_length(student()), **scoring)
     model = load_teacher(teacher, student(), tokenizer, args)
