@@ -9,7 +9,7 @@ With arguments it takes any model and dataset with a `prompt` column:
 
     accelerate launch examples/distill.py \\
         --model_name_or_path Qwen/Qwen3-0.6B --teacher_model_name_or_path Qwen/Qwen3-4B \\
-        --dataset_name trl-lib/DeepMath-103K --use_peft --lora_r 32 --lora_target_modules all-linear \\
+        --dataset_name trl-lib/DeepMath-103K --use_peft --lora_r 32 --lora_alpha 64 --lora_target_modules all-linear \\
         --num_generations 4 --per_device_train_batch_size 8 --gradient_accumulation_steps 8 --max_steps 100 \\
         --max_completion_length 1024 --output_dir qwen3-0.6b-distilled
 
@@ -101,8 +101,12 @@ def hub_data(data_args: ScriptArguments, args: OnPolicyDistillationConfig) -> tu
     data: Any = datasets.load_dataset(
         data_args.dataset_name, name=data_args.dataset_config, streaming=data_args.dataset_streaming
     )
-    test = data[data_args.dataset_test_split] if args.eval_strategy != "no" else None
-    return data[data_args.dataset_train_split], test
+    wanted = [data_args.dataset_train_split, *([data_args.dataset_test_split] if args.eval_strategy != "no" else [])]
+    if missing := [split for split in wanted if split not in data]:
+        raise ValueError(
+            f"There is no split {missing[0]!r}, only {list(data)}. Set --dataset_train_split or --dataset_test_split."
+        )
+    return data[wanted[0]], data[wanted[1]] if len(wanted) == 2 else None
 
 
 def addition_accuracy(trainer: OnPolicyDistillationTrainer) -> dict[str, float]:

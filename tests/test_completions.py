@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow.parquet
 import pytest
 import torch
@@ -187,6 +188,21 @@ def test_masked_completions_are_kept_with_zero_advantages(tmp_path: Path) -> Non
     for row in cut:
         assert len(row["tokens"]) == len(row["sampled_logps"]) == 6
         assert set(row["advantages"]) == {0.0}
+
+
+def test_a_tokenizer_need_not_know_any_letter(tmp_path: Path) -> None:
+    folder = Path(__file__).parent.parent / "examples" / "addition"
+    trainer = make_trainer(
+        tmp_path,
+        model=str(folder / "student"),
+        teacher_model=str(folder / "teacher"),
+        train_dataset=datasets.Dataset.from_dict({"prompt": ["123+456="] * 8}),
+        processing_class=None,
+        log_completions=True,
+    )
+    trainer.train()
+    table = pyarrow.parquet.read_table(tmp_path / "_completions" / "step_000001.parquet").to_pylist()
+    assert all("".join(row["tokens"]) == row["completion"] for row in table)
 
 
 def test_one_table_a_rollout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,6 +153,7 @@ def pushed(tmp_path_factory: pytest.TempPathFactory) -> tuple[HubServer, Path, d
     with HubServer() as hub:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
         environment |= {
+            "OMP_NUM_THREADS": "1",  # as here: logits are compared bit for bit
             "HF_ENDPOINT": hub.url,
             "HF_TOKEN": "dummy",
             "HF_HUB_DISABLE_XET": "1",

@@ -25,7 +25,7 @@ def completion_records(
     advantages, teacher_logps = batch.advantages_BT.tolist(), batch.teacher_logps_BT.tolist()
     sampled_logps, stopped = batch.sampled_logps_BT.tolist(), rollout.stopped_B.tolist()
     starts = rollout.prompt_lengths_B.tolist()
-    texts = _TokenTexts(tokenizer)
+    texts = _TokenTexts(tokenizer, rollout.ids_BT[0, : starts[0]].tolist())
     records = []
     for row, ids in enumerate(rollout.completion_ids()):
         span = slice(starts[row], starts[row] + len(ids))
@@ -75,10 +75,11 @@ def print_completions(records: list[dict[str, Any]], console: Console | None = N
 class _TokenTexts(dict[int, str]):
     """The text of each token id, as it is inside a text: at its beginning, many tokenizers drop the space of a token."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: list[int]) -> None:
         super().__init__()
         self.tokenizer = tokenizer
-        self.before = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
+        ordinary = [token for token in prompt if token not in set(tokenizer.all_special_ids)]
+        self.before = (ordinary or prompt)[-1:]  # some token to stand before; that of a prompt is sure to exist
         self.start = len(cast(str, tokenizer.decode(self.before)))
 
     def __missing__(self, token: int) -> str:

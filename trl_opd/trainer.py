@@ -43,7 +43,7 @@ from .prompts import PromptEncoder, check_dataset, repeat_rows
 from .rewards import RewardFunc, compute_rewards, reward_advantages, reward_names, weighted_rewards
 from .rng import forked_rng
 from .rollout import RolloutEngine, TransformersEngine
-from .teachers import Teacher, make_teacher
+from .teachers import ModelTeacher, Teacher, make_teacher
 
 Evaluator = Callable[["OnPolicyDistillationTrainer"], dict[str, float]]
 
@@ -183,7 +183,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         """Everything before the update: rollout, teacher, rewards, advantages."""
         rollout, teacher_logps_BT, rewards_BF = self.rollout_and_scores(rows, TRAIN, self.state.global_step)
         if self.state.global_step == 0:
-            checks.check_teacher_differs(rollout, teacher_logps_BT)
+            checks.check_teacher_differs(rollout, teacher_logps_BT, half_precision=self._half_precision())
         reward_advantages_B = reward_advantages(
             rewards_BF, self.reward_weights, self.args.num_generations, self.args.scale_rewards
         ).to(rollout.sampled_logps_BT)
@@ -282,6 +282,12 @@ class OnPolicyDistillationTrainer(DistillationLoop):
                 vocab_size=self.vocab_size,
                 batch_size=self.args.per_device_train_batch_size,
             )
+
+    def _half_precision(self) -> bool:
+        """Whether student or teacher computes in 16 bits."""
+        models = [self.student(), *([self.teacher.model] if isinstance(self.teacher, ModelTeacher) else [])]
+        halves = (torch.bfloat16, torch.float16)
+        return self.args.bf16 or self.args.fp16 or any(p.dtype in halves for m in models for p in m.parameters())
 
     def _teacher_prompts(self, rows: list[Row]) -> list[list[int]] | None:
         if not any("teacher_prompt" in row for row in rows):
