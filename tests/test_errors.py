@@ -222,7 +222,9 @@ def test_empty_prompt_is_fine_where_the_tokenizer_adds_bos(tmp_path: Path) -> No
     tokenizer = make_tokenizer(bos=True)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
     data = datasets.Dataset.from_dict({"prompt": [""] * 4})
-    make_trainer(tmp_path, train_dataset=data, processing_class=tokenizer, max_steps=1).train()
+    trainer = make_trainer(tmp_path, train_dataset=data, processing_class=tokenizer, max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 class RecordedPrompts(OnPolicyDistillationTrainer):

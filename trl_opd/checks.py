@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .advantage import reverse_kl
 from .batch import Rollout, ScoredBatch, check_shape
 from .config import OnPolicyDistillationConfig
+from .models import without_peft
 from .prompts import PromptEncoder
 
 
@@ -94,7 +95,7 @@ def stop_token_ids(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedToke
 
 
 def _stops(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = without_peft(model)
     stops = _ends(tokenizer)
     for eos in (base.generation_config.eos_token_id, base.config.get_text_config().eos_token_id):
         stops |= {eos} if isinstance(eos, int) else set(eos or [])

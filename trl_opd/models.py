@@ -130,15 +130,20 @@ def is_adapter(name: str) -> bool:
     return find_adapter_config_file(name) is not None
 
 
+def without_peft(model: Any) -> Any:
+    """The transformers model inside a PeftModel, its adapters in place; any other model as it is."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
 def base_name(model: PreTrainedModel | PeftModel) -> str:
     """Id or path a model was loaded from; empty if it was made in memory."""
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = without_peft(model)
     return base.config.name_or_path or ""
 
 
 def is_quantized(model: nn.Module) -> bool:
     """Whether the weights are stored quantised."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = without_peft(model)
     return getattr(base, "is_quantized", False)  # transformers sets it on quantised models only
 
 
