@@ -181,7 +181,7 @@ def test_words_keep_the_space_before_them(decoder: Any) -> None:
 
 
 def test_masked_completions_are_kept_with_zero_advantages(tmp_path: Path) -> None:
-    make_trainer(tmp_path, log_completions=True, mask_truncated_completions=True).train()
+    make_trainer(tmp_path, log_completions=True, mask_truncated_completions=True, max_steps=6).train()
     rows = [row for rows in read(tmp_path).values() for row in rows]
     cut = [row for row in rows if not row["stopped"]]
     assert 0 < len(cut) < len(rows)

@@ -482,6 +482,7 @@ def test_the_mean_gradient_of_sampled_completions_is_the_exact_one(
         per_device_train_batch_size=batch_size,
         gradient_accumulation_steps=accumulation,
         num_substeps=substeps,
+        seed=4,
     )
     dictated = table_trainer(tmp_path, cls=Dictated, kl_discount_factor=discount, temperature=temperature)
     mean, spread = torch.zeros_like(student.table), torch.zeros_like(student.table)

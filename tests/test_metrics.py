@@ -424,6 +424,7 @@ def test_a_micro_batch_without_a_token_does_not_count(tmp_path: Path) -> None:
         per_device_train_batch_size=1,
         gradient_accumulation_steps=4,
         max_steps=1,
+        seed=3,
     )
     one.train()
     masked = [not batch.mask_BT.any() for batch, _, _ in one.updates]

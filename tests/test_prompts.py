@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from trl_opd import OnPolicyDistillationTrainer
 from trl_opd.batch import Completion, Rollout
-from trl_opd.prompts import PromptEncoder, PromptSampler, repeat_rows
+from trl_opd.prompts import PromptEncoder
 from trl_opd.teachers import ModelTeacher
 
 from .helpers import CHARACTERS, lora, make_dataset, make_model, make_tokenizer, make_trainer
@@ -129,33 +128,6 @@ def test_truncation_keeps_the_end() -> None:
 # ---- Order and groups
 
 
-def test_sampler_takes_each_row_once_an_epoch_and_keeps_groups_together() -> None:
-    order = list(PromptSampler(5, repeats=3, shuffle=True, seed=7))
-    assert len(order) == 15 == len(PromptSampler(5, repeats=3, shuffle=True, seed=7))
-    groups = [order[i : i + 3] for i in range(0, 15, 3)]
-    assert all(len(set(group)) == 1 for group in groups)
-    assert sorted(group[0] for group in groups) == [0, 1, 2, 3, 4]
-
-
-def test_sampler_order_depends_on_seed_and_epoch_only() -> None:
-    def order(seed: int, epoch: int) -> list[int]:
-        sampler = PromptSampler(20, repeats=1, shuffle=True, seed=seed)
-        sampler.set_epoch(epoch)
-        torch.rand(seed + 3)  # the global random state plays no part
-        return list(sampler)
-
-    assert order(0, 0) == order(0, 0)
-    assert order(0, 1) == order(0, 1)
-    assert order(0, 0) != order(0, 1)
-    assert order(0, 0) != order(5, 0)
-
-
-def test_sampler_without_shuffling() -> None:
-    sampler = PromptSampler(3, repeats=2, shuffle=False, seed=0)
-    sampler.set_epoch(4)
-    assert list(sampler) == [0, 0, 1, 1, 2, 2]
-
-
 def test_training_takes_prompts_in_another_order_each_epoch(tmp_path: Path) -> None:
     def prompts(**settings: Any) -> list[list[str]]:
         trainer = make_trainer(tmp_path, cls=Recorded, train_dataset=make_dataset(8), max_steps=4, **settings)
@@ -176,20 +148,6 @@ def test_sequential_strategy_takes_prompts_as_they_stand(tmp_path: Path) -> None
     trainer = make_trainer(tmp_path, cls=Recorded, train_sampling_strategy="sequential", num_generations=2, max_steps=4)
     trainer.train()
     assert trainer.prompts() == [prompt for prompt in make_dataset(8)["prompt"] for _ in range(2)]
-
-
-@pytest.mark.parametrize("conversational", [False, True])
-def test_rows_of_a_stream_are_repeated_into_groups(conversational: bool) -> None:
-    """In the order of the stream, every column along."""
-    rows = [{"prompt": [{"role": "user", "content": str(i)}] if conversational else str(i), "answer": i} for i in range(3)]
-
-    def generate() -> Iterator[dict[str, Any]]:
-        yield from rows
-
-    streams = (datasets.IterableDataset.from_generator(generate), datasets.Dataset.from_list(rows).to_iterable_dataset())
-    for stream in streams:
-        assert list(repeat_rows(stream, 2)) == [row for row in rows for _ in range(2)]  # type: ignore[arg-type]
-        assert repeat_rows(stream, 1) is stream  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -384,7 +384,7 @@ def test_truncated_sampling_is_told_once_and_scored_by_the_full_softmax(settings
     sampled = rollout.sampled_logps_BT
     torch.testing.assert_close(sampled[rollout.mask_BT], expected.detach()[rollout.mask_BT], atol=1e-5, rtol=0)
     figures = figures_of_first_step(trainer)
-    assert figures["ratio/max"] == pytest.approx(1.0, abs=1e-6) and figures["sampler_kl/v2"] < 1e-12
+    assert figures["ratio/max"] == pytest.approx(1.0, abs=1e-5) and figures["sampler_kl/v2"] < 1e-10
 
 
 def test_truncation_is_really_applied(tmp_path: Path) -> None:

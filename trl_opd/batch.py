@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .rows import is_filler
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -105,6 +107,22 @@ class Rollout:
         """The same sequences with other log-probs of their tokens."""
         check_shape("sampled_logps", sampled_logps_BT, self.ids_BT)
         return replace(self, sampled_logps_BT=sampled_logps_BT)
+
+    def without_fillers(self) -> Rollout:
+        """The same sequences; of rows that only fill up the share of this process, no token is an action."""
+        return replace(self, mask_BT=self.mask_BT & self.real_B[:, None])
+
+    @property
+    def real_B(self) -> Tensor:
+        """False on fillers."""
+        return torch.tensor([not is_filler(row) for row in self.rows], device=self.ids_BT.device)
+
+    def __getitem__(self, where_B: Tensor) -> Rollout:
+        """The sequences where `where_B` is True."""
+        kept = where_B.nonzero().flatten().tolist()
+        tensors = {f.name: value[where_B] for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
+        prompts = None if self.teacher_prompts is None else tuple(self.teacher_prompts[i] for i in kept)
+        return replace(self, **tensors, rows=tuple(self.rows[i] for i in kept), teacher_prompts=prompts)
 
 
 @dataclass(frozen=True)

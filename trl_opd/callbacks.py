@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,38 @@ class AfterStepCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Calls the function."""
         self.function()
+
+
+class StopOnSigterm(TrainerCallback):
+    """What `enable_jit_checkpoint` does here: after a SIGTERM, the present step is finished, saved and the last.
+
+    Transformers' own callback saves wherever each process finds itself three seconds after its signal, which may be the middle
+    of a step, and another step than that of the other processes.
+
+    Args:
+        any_process: Whether a flag is set on any process; all call it together, after each step.
+    """
+
+    def __init__(self, any_process: Callable[[bool], bool]) -> None:
+        self.any_process = any_process
+        self.received = False
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Listens for the signal."""
+        self.received = False
+        self._before = signal.signal(signal.SIGTERM, self._receive)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Asks for a checkpoint and the end."""
+        if self.any_process(self.received):
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Listens no longer."""
+        signal.signal(signal.SIGTERM, self._before)
+
+    def _receive(self, number: int, frame: Any) -> None:
+        self.received = True
 
 
 def _is_result(name: str) -> bool:

@@ -308,7 +308,6 @@ def check_sampling(args: OnPolicyDistillationConfig) -> None:
     if args.truncates_sampling:
         warn(
             f"top_p {args.top_p}, top_k {args.top_k}, min_p {args.min_p}, repetition_penalty {args.repetition_penalty}: "
-            "completions are drawn from a truncated distribution. The student's log-probs are therefore recomputed under the "
-            "full softmax (one more forward pass), and the gradient is that of the tokens truncation leaves. 1.0, 0, none "
-            "and 1.0 avoid both."
+            "completions are drawn from a truncated distribution, but scored under the full softmax, which is trained: the "
+            "gradient is that of the tokens truncation leaves. 1.0, 0, none and 1.0 avoid this."
         )

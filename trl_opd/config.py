@@ -108,7 +108,7 @@ class OnPolicyDistillationConfig(TrainingArguments):
     )
     top_p: float = field(
         default=1.0,
-        metadata=_help("Nucleus sampling. Below 1.0 tokens come from a truncated distribution and are scored anew."),
+        metadata=_help("Nucleus sampling. Below 1.0 tokens are drawn from a truncated distribution, and scored by the whole."),
     )
     top_k: int = field(default=0, metadata=_help("Top-k sampling, 0 for none. As with top_p."))
     min_p: float | None = field(default=None, metadata=_help("Least probability relative to the likeliest token."))

@@ -13,21 +13,21 @@ from typing import Any, cast
 import datasets
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor, nn
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from . import checks, completions, state
+from . import checks, completions, processes, state
 from .batch import Rollout, ScoredBatch
 from .loss import count_items
 from .metrics import Metrics
 from .models import eval_mode
-from .prompts import PromptSampler
 from .rng import forked_rng
+from .rows import RowSampler, SampledRows, Shares, is_filler, with_seeds
 from .saving import SavingTrainer
 
-Row = dict[str, Any]
 TRAIN, EVAL = 0, 1
 """Random streams of rollouts."""
 
@@ -60,11 +60,11 @@ class DistillationLoop(SavingTrainer):
         self._start_anew()
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
-    def scored_batch(self, rows: list[Row]) -> ScoredBatch:
+    def scored_batch(self, rows: list[dict[str, Any]]) -> ScoredBatch:
         """Everything before the update of the policy."""
         raise NotImplementedError
 
-    def rollout_and_scores(self, rows: list[Row], *stream: int) -> tuple[Rollout, Tensor, Tensor]:
+    def rollout_and_scores(self, rows: list[dict[str, Any]], *stream: int) -> tuple[Rollout, Tensor, Tensor]:
         """Completions for `rows`, the teacher's log-probs of them (B, T) and their rewards (B, F)."""
         raise NotImplementedError
 
@@ -75,7 +75,7 @@ class DistillationLoop(SavingTrainer):
     # ---- Batches
 
     def get_batch_samples(
-        self, epoch_iterator: Iterator[list[Row]], num_batches: int, device: torch.device
+        self, epoch_iterator: Iterator[list[dict[str, Any]]], num_batches: int, device: torch.device
     ) -> tuple[list[ScoredBatch], Tensor | None]:
         """The next optimizer step's micro-batches and their global item count; rolls out when none are left."""
         self.progress.skip_rolled_out(epoch_iterator)
@@ -83,7 +83,7 @@ class DistillationLoop(SavingTrainer):
             self.progress.pending.extend(self._next_steps(epoch_iterator, num_batches))
         return self.progress.pending.popleft() if self.progress.pending else ([], None)
 
-    def _next_steps(self, epoch_iterator: Iterator[list[Row]], num_batches: int) -> list[state.Step]:
+    def _next_steps(self, epoch_iterator: Iterator[list[dict[str, Any]]], num_batches: int) -> list[state.Step]:
         """Rolls out `num_substeps` optimizer steps at once and cuts them into micro-batches; a group stays in one step."""
         num_steps = min(self.args.num_substeps, self.state.max_steps - self.state.global_step)
         batches = list(islice(epoch_iterator, num_batches * num_steps))
@@ -104,16 +104,36 @@ class DistillationLoop(SavingTrainer):
         counts = [count_items(batch.mask_BT, self.args.loss_reduction) for batch in micro_batches]
         return cast(Tensor, self.accelerator.reduce(torch.stack(counts).sum(), reduction="sum"))
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
-        dataset = self.train_dataset if train_dataset is None else train_dataset
-        if not isinstance(dataset, datasets.Dataset):
-            return None
-        return PromptSampler(
-            len(dataset),
-            repeats=self.args.num_generations,
+    @property
+    def train_shares(self) -> Shares:
+        """How the rows of an epoch or a rollout are dealt to the processes."""
+        return Shares(self.accelerator.num_processes, self.args.per_device_train_batch_size, self.args.num_generations)
+
+    def with_seeds(self, rows: list[dict[str, Any]], shares: Shares, first: int, *stream: int) -> list[dict[str, Any]]:
+        """This process's rows, `first` and those after, each with a seed that depends on its place among all only."""
+        numbers = range(first, first + len(rows))
+        places = [shares.place(self.accelerator.process_index, number) for number in numbers]
+        return with_seeds(rows, places, self.args.seed, *stream)
+
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        rows = SampledRows(dataset) if isinstance(dataset, datasets.Dataset) else dataset
+        return super()._get_dataloader(rows, *args, **kwargs)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        return RowSampler(
+            len(train_dataset),
+            self.train_shares,
             shuffle=self.args.train_sampling_strategy == "random",
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            drop_last=self.args.dataloader_drop_last,
         )
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int]:
+        return RowSampler(len(eval_dataset), self._eval_shares, shuffle=False, drop_last=self.args.dataloader_drop_last)
+
+    @property
+    def _eval_shares(self) -> Shares:
+        return Shares(self.accelerator.num_processes, self.args.per_device_eval_batch_size)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Trainer's, timed."""
@@ -153,17 +173,21 @@ class DistillationLoop(SavingTrainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """One completion for each prompt, the same random stream each time, so that figures of different steps compare."""
-        num_rows = 0
+        processes.ensure_sharded(self.student(), self.accelerator)
+        num_rows, size = 0, self.args.per_device_eval_batch_size
         with self._other_metrics() as metrics:
-            for number, rows in enumerate(dataloader):
+            for number, batch in enumerate(dataloader):
+                rows = self.with_seeds(batch, self._eval_shares, number * size, EVAL)
                 self.rollout_and_scores(rows, EVAL, number)
-                num_rows += len(rows)
+                num_rows += sum(not is_filler(row) for row in rows)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             figures = metrics.reduce()
         of_training = {"tokens", "teacher_tokens"}
         figures = {name: v for name, v in figures.items() if name not in of_training and not name.startswith("time/")}
         named = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
-        return EvalLoopOutput(predictions=np.empty(0), label_ids=None, metrics=named, num_samples=num_rows)
+        return EvalLoopOutput(
+            predictions=np.empty(0), label_ids=None, metrics=named, num_samples=sum(gather_object([num_rows]))
+        )
 
     @contextmanager
     def _other_metrics(self) -> Iterator[Metrics]:
@@ -181,9 +205,10 @@ class DistillationLoop(SavingTrainer):
         """Adds the figures of the window to each training log."""
         if "loss" in logs:
             logs = logs | self._window_figures()
-            if self._records and self.is_world_process_zero():
-                completions.write_completions(self._records, str(self.args.output_dir))
-                completions.print_completions(self._records)
+            records = gather_object(self._records) if self.args.log_completions else []
+            if records and self.is_world_process_zero():
+                completions.write_completions(records, str(self.args.output_dir))
+                completions.print_completions(records)
             self._records = []
         super().log(logs, start_time)
 

@@ -163,7 +163,11 @@ def state_without_adapter(model: nn.Module, name: str, state_dict: dict[str, Any
     """What to save of a model without the adapter `name`; peft knows whose its tensors are only while the model lists it."""
     if not isinstance(model, PeftModel) or name not in model.peft_config:
         return state_dict
-    return {key: tensor for key, tensor in (state_dict or model.state_dict()).items() if name not in key.split(".")}
+    return {
+        key: tensor
+        for key, tensor in (model.state_dict() if state_dict is None else state_dict).items()
+        if name not in key.split(".")
+    }
 
 
 @contextmanager

@@ -1,13 +1,10 @@
-"""Dataset rows -> token ids of their prompts, and the order in which prompts are taken."""
+"""Dataset rows -> token ids of their prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, TypeVar, cast
 
 import datasets
-import torch
-from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase
 
 AnyDataset = TypeVar("AnyDataset", bound=datasets.Dataset | datasets.IterableDataset)
@@ -85,43 +82,6 @@ class PromptEncoder:
             **self.chat_template_kwargs,
         )
         return list(cast(list[int], ids))
-
-
-class PromptSampler(Sampler[int]):
-    """Row numbers in an order fixed by (seed, epoch), each `repeats` times in a row: the completions of a group.
-
-    The order does not depend on the global random state, so that a resumed run finds the same one.
-    """
-
-    def __init__(self, num_rows: int, *, repeats: int, shuffle: bool, seed: int) -> None:
-        self.num_rows, self.repeats, self.shuffle, self.seed = num_rows, repeats, shuffle, seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch whose order the next iteration yields."""
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        rows = range(self.num_rows)
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            rows = torch.randperm(self.num_rows, generator=generator).tolist()
-        for row in rows:
-            yield from [row] * self.repeats
-
-    def __len__(self) -> int:
-        return self.num_rows * self.repeats
-
-
-def repeat_rows(dataset: datasets.IterableDataset, repeats: int) -> datasets.IterableDataset:
-    """Each row of a stream `repeats` times in a row."""
-    if repeats == 1:
-        return dataset
-    return dataset.map(
-        lambda columns: {name: [value for value in values for _ in range(repeats)] for name, values in columns.items()},
-        batched=True,
-        batch_size=1,
-    )
 
 
 def check_dataset(dataset: AnyDataset, role: str) -> AnyDataset:

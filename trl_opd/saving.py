@@ -12,7 +12,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
-from . import checks, state
+from . import checks, processes, state
 from .config import OnPolicyDistillationConfig
 from .metrics import Metrics
 from .model_card import CardFacts, model_card
@@ -34,6 +34,17 @@ class SavingTrainer(Trainer):
         """The model that is trained, out of its wrappers."""
         return self.accelerator.unwrap_model(self.model)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Trainer's; of sharded weights, what was trained is gathered, whatever `fsdp_state_dict_type` says.
+
+        All processes must call this.
+        """
+        if not self.is_fsdp_enabled:
+            return super().save_model(output_dir, _internal_call)
+        self._save(output_dir, state_dict=processes.gathered_state(self.student()))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}"
         window = self.metrics.totals()
@@ -43,12 +54,15 @@ class SavingTrainer(Trainer):
             teacher_tokens=self.progress.teacher_tokens + window.get("teacher_tokens", 0.0),
             position=self._stream_position(),
         )
-        progress.save(folder, self.accelerator.process_index)
+        progress.save(folder, self.accelerator.process_index, self.accelerator.num_processes)
         super()._save_checkpoint(model, trial)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.progress = state.Progress.load(resume_from_checkpoint, self.accelerator.process_index, self.args.device)
+        accelerator = self.accelerator
+        self.progress = state.Progress.load(
+            resume_from_checkpoint, accelerator.process_index, accelerator.num_processes, self.args.device
+        )
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Passes through the data and micro-batches since, to skip. Trainer presumes that a stream lasts `max_steps` steps."""

@@ -38,21 +38,38 @@ class Progress:
             pass
         self.restored_batches = 0
 
-    def save(self, folder: str, process_index: int) -> None:
+    def save(self, folder: str, process_index: int, num_processes: int) -> None:
         """Writes this process's part of a checkpoint."""
         pending = [([batch.state_dict() for batch in batches], count.cpu()) for batches, count in self.pending]
         path = _path(folder, process_index)
         path.parent.mkdir(parents=True, exist_ok=True)
-        saved = {"tokens": self.tokens, "teacher_tokens": self.teacher_tokens, "position": self.position}
+        saved = {
+            "num_processes": num_processes,
+            "tokens": self.tokens,
+            "teacher_tokens": self.teacher_tokens,
+            "position": self.position,
+        }
         torch.save({"pending": pending, **saved}, path)
 
     @classmethod
-    def load(cls, folder: str, process_index: int, device: torch.device) -> Progress:
-        """Reads what `save` wrote; a checkpoint without it (weights only) starts afresh."""
+    def load(cls, folder: str, process_index: int, num_processes: int, device: torch.device) -> Progress:
+        """Reads what `save` wrote; a checkpoint without it (weights only) starts afresh.
+
+        Raises:
+            ValueError: If it was written by another number of processes.
+        """
         path = _path(folder, process_index)
+        if not path.is_file():
+            path = _path(folder, 0)  # there if there were fewer processes
         if not path.is_file():
             return cls()
         saved = torch.load(path, weights_only=True)
+        if saved["num_processes"] != num_processes:
+            raise ValueError(
+                f"The checkpoint '{folder}' was written by {saved['num_processes']} processes, but there are {num_processes} "
+                f"now: each has rollouts and random states of its own. Launch with --num_processes {saved['num_processes']} "
+                "to go on exactly, or start a new run from its weights by passing the folder as `model`."
+            )
         pending = deque(
             ([ScoredBatch.from_state_dict(state, device) for state in states], count.to(device))
             for states, count in saved["pending"]

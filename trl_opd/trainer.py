@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import datasets
 import torch
+from accelerate.utils import gather_object
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -27,22 +28,25 @@ from transformers import (
     TrainerCallback,
     set_seed,
 )
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from . import checks, completions
 from .advantage import kl_advantages
 from .batch import Rollout, ScoredBatch
-from .callbacks import AfterStepCallback, DistillationProgressCallback
+from .callbacks import AfterStepCallback, DistillationProgressCallback, StopOnSigterm
 from .config import OnPolicyDistillationConfig, as_dict
 from .logprobs import score_in_batches, score_tokens
-from .loop import TRAIN, DistillationLoop, Row
+from .loop import TRAIN, DistillationLoop
 from .loss import Stats, policy_loss
 from .metrics import record_rewards, record_rollout, record_update
 from .models import base_name, eval_mode, load_student, load_tokenizer
-from .prompts import PromptEncoder, check_dataset, repeat_rows
+from .processes import check_launch, prepare_frozen
+from .prompts import PromptEncoder, check_dataset
 from .rewards import RewardFunc, compute_rewards, reward_advantages, reward_names, weighted_rewards
 from .rng import forked_rng
 from .rollout import RolloutEngine, TransformersEngine
+from .rows import Row, is_filler, repeat_rows
 from .teachers import ModelTeacher, Teacher, make_teacher
 
 Evaluator = Callable[["OnPolicyDistillationTrainer"], dict[str, float]]
@@ -120,6 +124,10 @@ class OnPolicyDistillationTrainer(DistillationLoop):
             callbacks=[AfterStepCallback(self._record_post_kl), *(callbacks or [])],
             optimizers=optimizers,
         )
+        check_launch(self.accelerator)
+        if (theirs := self.pop_callback(JITCheckpointCallback)) is not None:
+            theirs.on_train_end(args, self.state, self.control)  # it listens already
+            self.add_callback(StopOnSigterm(self._any_process))
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(DistillationProgressCallback)
         self.engine: RolloutEngine = TransformersEngine(
@@ -127,6 +135,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
             stop_ids=checks.stop_token_ids(model, tokenizer),
             pad_id=cast(int, tokenizer.pad_token_id),
             vocab_size=self.vocab_size,
+            synced_gpus=self.is_fsdp_enabled,
         )
         self._engine_checked = False
         self.teacher_name = teacher_model if isinstance(teacher_model, str) else base_name(teacher_model)
@@ -179,14 +188,13 @@ class OnPolicyDistillationTrainer(DistillationLoop):
             loss = loss * self.accelerator.num_processes  # gradients are averaged over processes, the count is global
         return (loss, {"logps": logps_BT}) if return_outputs else loss
 
-    def scored_batch(self, rows: list[Row]) -> ScoredBatch:
+    def scored_batch(self, rows: list[dict[str, Any]]) -> ScoredBatch:
         """Everything before the update: rollout, teacher, rewards, advantages."""
+        rows = self.with_seeds(rows, self.train_shares, 0, TRAIN, self.state.global_step)
         rollout, teacher_logps_BT, rewards_BF = self.rollout_and_scores(rows, TRAIN, self.state.global_step)
         if self.state.global_step == 0:
             checks.check_teacher_differs(rollout, teacher_logps_BT, half_precision=self._half_precision())
-        reward_advantages_B = reward_advantages(
-            rewards_BF, self.reward_weights, self.args.num_generations, self.args.scale_rewards
-        ).to(rollout.sampled_logps_BT)
+        reward_advantages_B = self._reward_advantages(rewards_BF).to(rollout.sampled_logps_BT)
         advantages_BT = self.compute_advantages(
             rollout.sampled_logps_BT, teacher_logps_BT, rollout.mask_BT, reward_advantages_B
         )
@@ -196,34 +204,37 @@ class OnPolicyDistillationTrainer(DistillationLoop):
             self._records = completions.completion_records(rollout, batch, self.processing_class, self.state.global_step + 1)
         return batch
 
-    def rollout_and_scores(self, rows: list[Row], *stream: int) -> tuple[Rollout, Tensor, Tensor]:
+    def rollout_and_scores(self, rows: list[dict[str, Any]], *stream: int) -> tuple[Rollout, Tensor, Tensor]:
         """Completions for `rows`, the teacher's log-probs of them (B, T) and their rewards (B, F); all are measured."""
         with self.metrics.timed("rollout"), forked_rng(self.args.seed, *stream, self.accelerator.process_index):
             rollout = self.generate_rollout(rows)
         checks.check_rollout(rollout, len(rows))
+        rollout, real_B = rollout.without_fillers(), rollout.real_B
         with self.metrics.timed("teacher"):
             teacher_logps_BT = self.score_with_teacher(rollout)
         checks.check_scores(rollout, teacher_logps_BT, self.args.kl_clip)
         ids = rollout.completion_ids()
         texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
         rewards_BF = compute_rewards(self.reward_funcs, rollout.rows, texts, ids, trainer_state=self.state)
+        rewards_BF[~real_B.cpu()] = torch.nan
 
-        record_rollout(self.metrics, rollout, teacher_logps_BT)
+        record_rollout(self.metrics, rollout[real_B], teacher_logps_BT[real_B])
         totals_B = weighted_rewards(rewards_BF, self.reward_weights)
         record_rewards(self.metrics, rewards_BF, totals_B, reward_names(self.reward_funcs))
         return rollout, teacher_logps_BT, rewards_BF
 
     # ---- Its four steps, for subclasses
 
-    def generate_rollout(self, rows: list[Row]) -> Rollout:
+    def generate_rollout(self, rows: list[dict[str, Any]]) -> Rollout:
         """Lets the student write one completion for each row; rows of a group follow each other."""
+        seeds = [row.seed for row in rows if isinstance(row, Row) and row.seed is not None]
         prompts = [self.prompt_encoder.encode(row) for row in rows]
         kept = [self.prompt_encoder.truncate(prompt) for prompt in prompts]
-        cut = sum(len(prompt) > len(rest) for prompt, rest in zip(prompts, kept, strict=True))
-        self.metrics.add("prompts/truncated_fraction", cut, len(rows))
+        cut = [len(prompt) > len(rest) for prompt, rest, row in zip(prompts, kept, rows, strict=True) if not is_filler(row)]
+        self.metrics.add("prompts/truncated_fraction", sum(cut), len(cut))
         with self.accelerator.autocast():  # `generate` of an adapted model does not pass the wrapper that training is cast by
-            generated = self.engine.generate(self.student(), kept)
-        rollout = Rollout.build(
+            generated = self.engine.generate(self.student(), kept, seeds if len(seeds) == len(rows) else None)
+        return Rollout.build(
             kept,
             generated,
             rows,
@@ -232,9 +243,6 @@ class OnPolicyDistillationTrainer(DistillationLoop):
             teacher_prompts=self._teacher_prompts(rows),
             mask_truncated=self.args.mask_truncated_completions,
         )
-        if self.args.truncates_sampling:
-            rollout = rollout.with_sampled_logps(self.student_logps(rollout))
-        return rollout
 
     def score_with_teacher(self, rollout: Rollout) -> Tensor:
         """(B, T) nats: the teacher's log-prob of each token the student wrote."""
@@ -271,6 +279,15 @@ class OnPolicyDistillationTrainer(DistillationLoop):
 
     # ---- Parts
 
+    def _reward_advantages(self, rewards_BF: Tensor) -> Tensor:
+        """(B,) of this process, centred and scaled among the rewards of all, each of which must call this."""
+        shares = gather_object([rewards_BF])
+        start = sum(len(share) for share in shares[: self.accelerator.process_index])
+        advantages = reward_advantages(
+            torch.cat(shares), self.reward_weights, self.args.num_generations, self.args.scale_rewards
+        )
+        return advantages[start : start + len(rewards_BF)]
+
     def student_logps(self, sequences: Rollout | ScoredBatch) -> Tensor:
         """(B, T) log-probs under the student as it is now, without gradient."""
         with eval_mode(self.model):
@@ -283,19 +300,22 @@ class OnPolicyDistillationTrainer(DistillationLoop):
                 batch_size=self.args.per_device_train_batch_size,
             )
 
+    def _any_process(self, flag: bool) -> bool:
+        return bool(cast(Tensor, self.accelerator.reduce(torch.tensor(int(flag), device=self.args.device))))
+
     def _half_precision(self) -> bool:
         """Whether student or teacher computes in 16 bits."""
         models = [self.student(), *([self.teacher.model] if isinstance(self.teacher, ModelTeacher) else [])]
         halves = (torch.bfloat16, torch.float16)
         return self.args.bf16 or self.args.fp16 or any(p.dtype in halves for m in models for p in m.parameters())
 
-    def _teacher_prompts(self, rows: list[Row]) -> list[list[int]] | None:
+    def _teacher_prompts(self, rows: list[dict[str, Any]]) -> list[list[int]] | None:
         if not any("teacher_prompt" in row for row in rows):
             return None
         return [self.prompt_encoder.encode(row, "teacher_prompt") for row in rows]
 
     def _prepare_teacher(self, model: nn.Module) -> nn.Module:
-        return self.accelerator.prepare_model(model, evaluation_mode=True)
+        return prepare_frozen(model, self.accelerator)
 
     def _prepared(self, dataset: Any, args: OnPolicyDistillationConfig) -> Any:
         """The training data, checked; long prompts dropped if so configured; a stream's rows repeated into groups."""

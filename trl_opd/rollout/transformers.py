@@ -1,11 +1,13 @@
 """Rollouts by `model.generate`, in the training process.
 
-Shapes: B sequences, V rows of the model's head.
+Shapes: B sequences, T new tokens, V rows of the model's head.
 
 How this differs from calling `generate` as it is:
 1. The checkpoint's own `generation_config` is set aside meanwhile: `generate` would fill every field that the caller leaves
    None from it (suppress_tokens, min_new_tokens, ...), and the tokens would come from another distribution than is trained.
-2. The log-probability of each sampled token is taken while sampling: no second forward pass, no (T, B, V) scores.
+2. Each completion has random numbers of its own, one a token, drawn from its seed: it is the same in any batch and on any
+   process. `generate` itself decodes greedily, from scores that leave it no other token than the one drawn.
+3. The log-probability of each sampled token is taken while sampling: no second forward pass, no (T, B, V) scores.
 """
 
 from __future__ import annotations
@@ -17,7 +19,16 @@ from typing import Any, cast
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from ..batch import Completion
 from ..config import OnPolicyDistillationConfig
@@ -32,34 +43,51 @@ class TransformersEngine:
         stop_ids: Every token id that ends a completion.
         pad_id: Fills ragged rows while generating; its value is irrelevant.
         vocab_size: Number of ids the policy ranges over; rows of the head beyond are never sampled.
+        synced_gpus: Whether the processes hold parts of one model, so that each must go on until the last is done.
     """
 
-    def __init__(self, args: OnPolicyDistillationConfig, *, stop_ids: list[int], pad_id: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        args: OnPolicyDistillationConfig,
+        *,
+        stop_ids: list[int],
+        pad_id: int,
+        vocab_size: int,
+        synced_gpus: bool = False,
+    ) -> None:
         self.args, self.stop_ids, self.pad_id, self.vocab_size = args, stop_ids, pad_id, vocab_size
+        self.synced_gpus = synced_gpus
 
-    def generate(self, model: PreTrainedModel | PeftModel, prompts: list[list[int]]) -> list[Completion]:
+    def generate(
+        self, model: PreTrainedModel | PeftModel, prompts: list[list[int]], seeds: list[int] | None = None
+    ) -> list[Completion]:
         """Samples one completion for each prompt; see `RolloutEngine`."""
+        if seeds is None:
+            seeds = torch.randint(2**62, (len(prompts),)).tolist()
         size = self.args.per_device_rollout_batch_size or self.args.step_batch_size
         with _generating(model):
-            chunks = [self._generate_chunk(model, prompts[i : i + size]) for i in range(0, len(prompts), size)]
+            chunks = [
+                self._generate_chunk(model, prompts[i : i + size], seeds[i : i + size]) for i in range(0, len(prompts), size)
+            ]
         return [completion for chunk in chunks for completion in chunk]
 
-    def _generate_chunk(self, model: PreTrainedModel | PeftModel, prompts: list[list[int]]) -> list[Completion]:
-        width = max(len(prompt) for prompt in prompts)
+    def _generate_chunk(
+        self, model: PreTrainedModel | PeftModel, prompts: list[list[int]], seeds: list[int]
+    ) -> list[Completion]:
+        width, device = max(len(prompt) for prompt in prompts), self.args.device
         ids = [[self.pad_id] * (width - len(prompt)) + prompt for prompt in prompts]
         attention_mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        recorder = SampledLogps(self.args.temperature, self.vocab_size)
+        sampler = PolicySampler(self.args, self.vocab_size, uniforms(seeds, self.args.max_completion_length, device))
         sequences = cast(Any, model).generate(
-            input_ids=torch.tensor(ids, device=model.device),
-            attention_mask=torch.tensor(attention_mask, device=model.device),
+            input_ids=torch.tensor(ids, device=device),
+            attention_mask=torch.tensor(attention_mask, device=device),
             generation_config=self._generation_config(),
-            logits_processor=LogitsProcessorList([recorder]),
+            logits_processor=LogitsProcessorList([sampler]),
+            synced_gpus=self.synced_gpus,
         )
-        logps = recorder.finish(sequences)
-        return [
-            self._completion(row, row_logps)
-            for row, row_logps in zip(sequences[:, width:].tolist(), logps.tolist(), strict=True)
-        ]
+        new = sequences[:, width:]
+        logps = torch.cat(sampler.columns, dim=1)[:, : new.shape[1]]
+        return [self._completion(*row) for row in zip(new.tolist(), logps.tolist(), strict=True)]
 
     def _completion(self, ids: list[int], logps: list[float]) -> Completion:
         """Cuts a generated row after its first stop token."""
@@ -69,41 +97,61 @@ class TransformersEngine:
     def _generation_config(self) -> GenerationConfig:
         return GenerationConfig(
             max_new_tokens=self.args.max_completion_length,
-            do_sample=True,
-            temperature=1.0,  # `SampledLogps` divides by the temperature
-            top_k=self.args.top_k,
-            top_p=self.args.top_p,
-            min_p=self.args.min_p,
-            repetition_penalty=self.args.repetition_penalty,
+            do_sample=False,  # `PolicySampler` has drawn the token
             eos_token_id=self.stop_ids,
             pad_token_id=self.pad_id,
             use_cache=True,
         )
 
 
-class SampledLogps(LogitsProcessor):
-    """Makes the model's scores the policy's and notes the log-probability of each token drawn from it."""
+class PolicySampler(LogitsProcessor):
+    """Draws each token from the policy, notes its log-probability, and leaves `generate` no other token.
 
-    def __init__(self, temperature: float, vocab_size: int) -> None:
-        self.temperature, self.vocab_size = temperature, vocab_size
-        self.logps_BV: Tensor | None = None
+    Args:
+        args: Temperature, and what truncates the distribution that tokens are drawn from (not the one they are scored by).
+        vocab_size: Number of ids the policy ranges over.
+        uniforms_BT: In (0, 1], what each token is drawn with.
+    """
+
+    def __init__(self, args: OnPolicyDistillationConfig, vocab_size: int, uniforms_BT: Tensor) -> None:
+        self.temperature, self.vocab_size, self.uniforms_BT = args.temperature, vocab_size, uniforms_BT
         self.columns: list[Tensor] = []
+        """(B, 1) nats for each token so far."""
+        self.penalty = RepetitionPenaltyLogitsProcessor(args.repetition_penalty) if args.repetition_penalty != 1 else None
+        self.truncations = LogitsProcessorList(
+            [
+                *([TopKLogitsWarper(args.top_k)] if args.top_k > 0 else []),
+                *([TopPLogitsWarper(args.top_p)] if args.top_p < 1 else []),
+                *([MinPLogitsWarper(args.min_p)] if args.min_p else []),
+            ]
+        )
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self._note(input_ids)
-        scores = scores / self.temperature
-        scores[:, self.vocab_size :] = -torch.inf
-        self.logps_BV = scores.log_softmax(dim=-1)
-        return scores
+        """(B, V) scores of the next token: 0 for the one that is drawn, -inf for all others."""
+        ids_BT = cast(torch.LongTensor, input_ids)
+        penalized_BV = scores if self.penalty is None else self.penalty(ids_BT, cast(torch.FloatTensor, scores))
+        drawn_from_BV = self.truncations(ids_BT, cast(torch.FloatTensor, self._policy(penalized_BV)))
+        tokens_B1 = draw(drawn_from_BV.softmax(dim=-1), self.uniforms_BT[:, len(self.columns), None])
+        self.columns.append(self._policy(scores).log_softmax(dim=-1).gather(1, tokens_B1))
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens_B1, 0.0)
 
-    def finish(self, sequences: Tensor) -> Tensor:
-        """(B, number of new tokens) nats, for the sequences that `generate` returned."""
-        self._note(sequences)
-        return torch.cat(self.columns, dim=1)
+    def _policy(self, scores_BV: Tensor) -> Tensor:
+        logits_BV = scores_BV / self.temperature
+        logits_BV[:, self.vocab_size :] = -torch.inf
+        return logits_BV
 
-    def _note(self, input_ids: Tensor) -> None:
-        if self.logps_BV is not None:
-            self.columns.append(self.logps_BV.gather(1, input_ids[:, -1:]))
+
+def uniforms(seeds: list[int], length: int, device: torch.device) -> Tensor:
+    """(B, length) numbers in (0, 1], each row from its seed and no other."""
+    rows = [torch.rand(length, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
+    return (1 - torch.stack(rows)).to(device, torch.float32 if device.type == "mps" else torch.float64)  # MPS has no float64
+
+
+def draw(probs_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
+    """(B, 1) tokens by the inverse of the distribution function: the first whose cumulative probability reaches `uniforms`."""
+    cumulative_BV = probs_BV.to(uniforms_B1.dtype).cumsum(dim=-1)
+    tokens_B1 = torch.searchsorted(cumulative_BV, uniforms_B1 * cumulative_BV[:, -1:])
+    return tokens_B1.clamp(max=probs_BV.shape[1] - 1)  # NaN is never reached; `check_rollout` tells of it
 
 
 @contextmanager

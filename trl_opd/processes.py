@@ -1,0 +1,99 @@
+"""A model spread over processes: which ways of spreading work, sharding the teacher as the student is, gathering weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+from . import checks
+from .models import is_quantized, without_peft
+
+
+def fsdp_plugin(accelerator: Accelerator) -> FullyShardedDataParallelPlugin | None:
+    """The FSDP settings of the accelerate configuration; None if it asks for no FSDP."""
+    return accelerator.state.fsdp_plugin if accelerator.distributed_type == DistributedType.FSDP else None
+
+
+def check_launch(accelerator: Accelerator) -> None:
+    """Raises ValueError for a way of spreading the model over processes that was not made to work, or does not."""
+    plugin = fsdp_plugin(accelerator)
+    if plugin is not None and plugin.fsdp_version == 1:
+        raise ValueError(
+            "The accelerate configuration asks for FSDP1, under which `generate` fails on the sharded weights; torch has "
+            "deprecated it. Set `fsdp_version: 2` in its fsdp_config (`accelerate to-fsdp2 --config_file old.yaml "
+            "--output_file new.yaml` converts the rest), or start from examples/accelerate/fsdp2.yaml."
+        )
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise ValueError(
+            f"The accelerate configuration asks for {accelerator.distributed_type.value}, with which distillation was never "
+            "run. FSDP2 spreads weights, gradients and optimizer state as ZeRO-3 does: examples/accelerate/fsdp2.yaml."
+        )
+    parallel = accelerator.parallelism_config
+    if parallel is not None and parallel.non_data_parallel_size > 1:
+        raise ValueError(
+            "The accelerate configuration asks for tensor, context or sequence parallelism, in which several processes share "
+            "one batch; here each samples completions of its own. Leave tp_size, cp_size and sp_size at 1."
+        )
+
+
+def ensure_sharded(model: nn.Module, accelerator: Accelerator) -> None:
+    """Shards the student if training has not done so yet, as when it is evaluated first; does nothing without FSDP."""
+    if fsdp_plugin(accelerator) is not None and not isinstance(model, FSDPModule):
+        shard(model, accelerator)
+        register_fsdp_forward_method(model, "generate")
+
+
+def prepare_frozen(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """Puts a model that is not trained on the training device; under FSDP, each process's part of it.
+
+    Accelerate's own `prepare_model(model, evaluation_mode=True)` would leave the whole of it on every process.
+    """
+    model.requires_grad_(False).eval()  # before sharding: weights that might be trained would be kept in fp32
+    if fsdp_plugin(accelerator) is None:
+        return accelerator.prepare_model(model, evaluation_mode=True)
+    if is_quantized(model):
+        size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        checks.warn(
+            f"The teacher is quantised, so that it cannot be sharded: each process holds the whole of it, {size / 2**30:.1f} "
+            "GiB. A teacher in bf16 is shared among the processes."
+        )
+        return model
+    return shard(model, accelerator)
+
+
+def shard(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """Shards `model` layer by layer with the settings of the accelerate configuration, its own layer classes if they differ.
+
+    Under `fsdp_cpu_ram_efficient_loading` only the first process has loaded the weights; the others get their parts from it.
+    """
+    state, plugin = accelerator.state, fsdp_plugin(accelerator)
+    assert plugin is not None, "there is no FSDP configuration"
+    own = copy.copy(plugin)
+    if own.auto_wrap_policy is not None and own.transformer_cls_names_to_wrap is not None:
+        classes = {type(module).__name__ for module in model.modules()}
+        if not classes & set(own.transformer_cls_names_to_wrap):  # those of the student
+            own.auto_wrap_policy, own.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, None
+    state.fsdp_plugin = own  # what `fsdp2_prepare_model` learns of this model is wrong for the next one
+    try:
+        model = fsdp2_prepare_model(accelerator, model)
+    finally:
+        state.fsdp_plugin = plugin
+    return model
+
+
+def gathered_state(model: nn.Module) -> dict[str, Tensor]:
+    """The whole weights of a sharded model on the first process's CPU, nothing on the others; all must call this.
+
+    Of an adapted model, what is trained only: the base is neither gathered nor saved.
+    """
+    adapted = without_peft(model) is not model
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapted)
+    state: dict[str, Any] = get_model_state_dict(model, options=options)
+    return state
