@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 SECONDS = 120
@@ -31,14 +32,18 @@ class Processes:
     """Persistent worker processes; started once, since importing the stack takes longer than most tests."""
 
     def __init__(self, number: int) -> None:
+        self.number = number
+        self.workers: list[Any] = []
+
+    def _start(self) -> None:
         context = get_context("spawn")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        pipes = [context.Pipe() for _ in range(number)]
+        pipes = [context.Pipe() for _ in range(self.number)]
         self.connections = [ours for ours, _ in pipes]
         self.workers = [
-            context.Process(target=_serve, args=(rank, number, port, theirs), daemon=True)
+            context.Process(target=_serve, args=(rank, self.number, port, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for worker in self.workers:
@@ -51,29 +56,35 @@ class Processes:
             RuntimeError: If it failed somewhere; the traceback is in the message.
             TimeoutError: If it did not come back.
         """
+        if not self.workers:
+            self._start()
         environment = ENVIRONMENTS[how] | more.pop("environment", {})
         for connection in self.connections:
             connection.send((environment, function, args, more))
-        results = []
-        for rank, connection in enumerate(self.connections):
-            if not connection.poll(SECONDS):
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + SECONDS
+        while len(results) < len(self.connections):
+            waiting = [rank for rank in range(len(self.connections)) if rank not in results]
+            ready = wait([self.connections[rank] for rank in waiting], timeout=max(0.0, deadline - time.monotonic()))
+            errors = [error for error, _ in results.values() if error]
+            if not ready:
                 self.stop()
-                raise TimeoutError(f"process {rank} did not come back from {function.__name__}")
-            results.append(connection.recv())
-        if errors := [error for error, _ in results if error]:
+                raise TimeoutError("\n".join([f"processes {waiting} did not come back from {function.__name__}", *errors]))
+            for rank in waiting:
+                if self.connections[rank] in ready:
+                    results[rank] = self.connections[rank].recv()
+                    if results[rank][0]:
+                        deadline = time.monotonic() + 5  # the others may wait for this one for ever
+        if errors := [error for error, _ in results.values() if error]:
             raise RuntimeError("\n".join(errors))
-        return [value for _, value in results]
-
-    @property
-    def alive(self) -> bool:
-        """Whether functions can be run."""
-        return all(worker.is_alive() for worker in self.workers)
+        return [results[rank][1] for rank in range(len(self.connections))]
 
     def stop(self) -> None:
-        """Ends the workers."""
+        """Ends the workers; the next run starts others."""
         for worker in self.workers:
             worker.kill()
             worker.join()
+        self.workers = []
 
 
 def launched(how: str, function: Callable[..., Any], *args: Any, **more: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler
 
-from trl_opd.rows import Row, RowSampler, SampledRows, Shares, is_filler, repeat_rows, with_seeds
+from trl_opd.rows import Filler, Row, RowSampler, SampledRows, Shares, repeat_rows, with_seeds
 
 ONE_PROCESS = Shares(1, 4, group_size=3)
 LAYOUTS = [  # processes, micro-batch, group
@@ -124,9 +124,11 @@ def test_marked_rows_are_read_as_fillers() -> None:
     assert len(rows) == 2
     read = rows.__getitems__([1, ~0])
     assert read == [{"prompt": "b"}, {"prompt": "a"}]
-    assert [is_filler(row) for row in read] == [False, True]
-    assert [is_filler(row) for row in pickle.loads(pickle.dumps(read))] == [False, True], "lost on the way from a worker"
-    assert rows[0] == {"prompt": "a"} and not is_filler({"prompt": "a"})
+    assert [isinstance(row, Filler) for row in read] == [False, True]
+    assert [isinstance(row, Filler) for row in pickle.loads(pickle.dumps(read))] == [False, True], (
+        "lost on the way from a worker"
+    )
+    assert rows[0] == {"prompt": "a"} and not isinstance({"prompt": "a"}, Filler)
 
 
 # ---- Seeds
@@ -144,10 +146,8 @@ def test_a_seed_depends_on_stream_and_place_alone() -> None:
 
 
 def test_a_filler_stays_one_when_it_gets_its_seed() -> None:
-    filler = Row(prompt="a")
-    filler.is_filler = True
-    seeded = with_seeds([filler, {"prompt": "b"}], [0, 1], 0)
-    assert [is_filler(row) for row in seeded] == [True, False] and seeded[0] == {"prompt": "a"}
+    seeded = with_seeds([Filler(prompt="a"), {"prompt": "b"}], [0, 1], 0)
+    assert [isinstance(row, Filler) for row in seeded] == [True, False] and seeded[0] == {"prompt": "a"}
 
 
 # ---- Streams

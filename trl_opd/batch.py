@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rows import is_filler
+from .rows import Filler
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Rollout:
     @property
     def real_B(self) -> Tensor:
         """False on fillers."""
-        return torch.tensor([not is_filler(row) for row in self.rows], device=self.ids_BT.device)
+        return torch.tensor([not isinstance(row, Filler) for row in self.rows], device=self.ids_BT.device)
 
     def __getitem__(self, where_B: Tensor) -> Rollout:
         """The sequences where `where_B` is True."""

@@ -157,14 +157,16 @@ def check_step_has_rows(num_prompts: int, args: OnPolicyDistillationConfig, num_
         )
 
 
-def check_stream_groups(args: OnPolicyDistillationConfig) -> None:
-    """Raises ValueError if the workers of a streaming data loader would mix prompts within a group."""
-    if args.dataloader_num_workers > 0 and args.per_device_train_batch_size % args.num_generations:
-        raise ValueError(
-            f"Each of the {args.dataloader_num_workers} workers of a streaming train_dataset makes micro-batches of its own, "
-            f"so per_device_train_batch_size ({args.per_device_train_batch_size}) must be a multiple of num_generations "
-            f"({args.num_generations}). Change one of them, or set dataloader_num_workers to 0."
-        )
+def check_stream_groups(args: OnPolicyDistillationConfig, num_processes: int) -> None:
+    """Raises ValueError if a streaming data loader would part groups among its workers or among processes."""
+    shares = {"workers": args.dataloader_num_workers, "processes": num_processes if num_processes > 1 else 0}
+    for sharers, number in shares.items():
+        if number and args.per_device_train_batch_size % args.num_generations:
+            raise ValueError(
+                f"Each of the {number} {sharers} of a streaming train_dataset gets micro-batches of its own, so "
+                f"per_device_train_batch_size ({args.per_device_train_batch_size}) must be a multiple of num_generations "
+                f"({args.num_generations}). Change one of them, or set dataloader_num_workers to 0 and use one process."
+            )
 
 
 def check_devices(num_gpus: int) -> None:

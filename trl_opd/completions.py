@@ -13,7 +13,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from .batch import Rollout, ScoredBatch
-from .rows import is_filler
+from .rows import Filler
 
 FOLDER = "_completions"
 """Inside output_dir; the underscore keeps it out of what `push_to_hub` sends, prompts may be private."""
@@ -29,7 +29,7 @@ def completion_records(
     texts = _TokenTexts(tokenizer, rollout.ids_BT[0, : starts[0]].tolist())
     records = []
     for row, ids in enumerate(rollout.completion_ids()):
-        if is_filler(rollout.rows[row]):
+        if isinstance(rollout.rows[row], Filler):
             continue
         span = slice(starts[row], starts[row] + len(ids))
         records.append(

@@ -17,15 +17,17 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 from transformers import PreTrainedTokenizerBase
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from . import checks, completions, processes, state
 from .batch import Rollout, ScoredBatch
+from .callbacks import StopOnSigterm
 from .loss import count_items
 from .metrics import Metrics
 from .models import eval_mode
 from .rng import forked_rng
-from .rows import RowSampler, SampledRows, Shares, is_filler, with_seeds
+from .rows import Filler, RowSampler, SampledRows, Shares, with_seeds
 from .saving import SavingTrainer
 
 TRAIN, EVAL = 0, 1
@@ -41,7 +43,11 @@ class DistillationLoop(SavingTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        processes.check_launch(self.accelerator)
         self.loss_is_scaled_for_ga = True  # the loss is divided by the count of the whole step
+        if (theirs := self.pop_callback(JITCheckpointCallback)) is not None:
+            theirs.on_train_end(self.args, self.state, self.control)  # it listens already
+            self.add_callback(StopOnSigterm(self._any_process))
         self._start_anew()
 
     def _start_anew(self) -> None:
@@ -59,6 +65,9 @@ class DistillationLoop(SavingTrainer):
         """Trainer's; what an earlier call left (a rollout half used, counts, a window) plays no part."""
         self._start_anew()
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def _any_process(self, flag: bool) -> bool:
+        return bool(cast(Tensor, self.accelerator.reduce(torch.tensor(int(flag), device=self.args.device))))
 
     def scored_batch(self, rows: list[dict[str, Any]]) -> ScoredBatch:
         """Everything before the update of the policy."""
@@ -179,7 +188,7 @@ class DistillationLoop(SavingTrainer):
             for number, batch in enumerate(dataloader):
                 rows = self.with_seeds(batch, self._eval_shares, number * size, EVAL)
                 self.rollout_and_scores(rows, EVAL, number)
-                num_rows += sum(not is_filler(row) for row in rows)
+                num_rows += sum(not isinstance(row, Filler) for row in rows)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             figures = metrics.reduce()
         of_training = {"tokens", "teacher_tokens"}

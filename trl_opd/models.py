@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+from accelerate import PartialState, init_empty_weights
+from accelerate.utils import broadcast_object_list
 from peft import (
     PeftConfig,
     PeftModel,
@@ -18,6 +21,7 @@ from peft import (
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations import is_fsdp_enabled
 from transformers.utils.peft_utils import find_adapter_config_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -77,14 +81,44 @@ def load_student(
 def load_model(name: str, kwargs: dict[str, Any], *, trainable_adapter: bool = False) -> PreTrainedModel | PeftModel:
     """A causal language model by id or path; of an adapter, its base with the adapter on it."""
     if not is_adapter(name):
-        return AutoModelForCausalLM.from_pretrained(name, **kwargs)
+        return _load_once(lambda: AutoModelForCausalLM.from_pretrained(name, **kwargs), bool(kwargs.get("trust_remote_code")))
     adapter_config = PeftConfig.from_pretrained(name)
     check_adapter_kind({name: adapter_config})
     adapter_config.inference_mode = not trainable_adapter
-    base = AutoModelForCausalLM.from_pretrained(str(adapter_config.base_model_name_or_path), **kwargs)
+    base = cast(PreTrainedModel, load_model(str(adapter_config.base_model_name_or_path), kwargs))
     model = cast(PeftModel, get_peft_model(base, adapter_config))
     load_adapter(model, name, "default", trainable=trainable_adapter)
     return model
+
+
+def _load_once(load: Callable[[], PreTrainedModel], trust_remote_code: bool) -> PreTrainedModel:
+    """`load()`; under `fsdp_cpu_ram_efficient_loading` only on the first process, which sends the others no weights yet.
+
+    They get the same model with weights that nothing was written to, which take no memory, until it is sharded. All processes
+    must call this. A quantised model, which is not sharded, is loaded by each.
+    """
+    if not is_fsdp_enabled():
+        return load()
+    model = load() if PartialState().is_main_process else None
+    facts: list[Any] = [None]
+    if model is not None and not is_quantized(model):
+        dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        facts = [(model.config, model.config._attn_implementation, model.generation_config, dtypes)]
+    broadcast_object_list(facts)
+    if model is not None or facts[0] is None:
+        return model or load()
+    config, attention, generation_config, dtypes = facts[0]
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=trust_remote_code)
+    model.tie_weights()  # which the empty ones are not yet
+    for name, parameter in list(model.named_parameters()):
+        module, _, last = name.rpartition(".")
+        # not left on the meta device: accelerate tells parameters by their address when it gives the optimizer sharded ones
+        empty = torch.empty(parameter.shape, dtype=dtypes[name])
+        setattr(model.get_submodule(module), last, nn.Parameter(empty, parameter.requires_grad))
+    model.tie_weights()
+    model.generation_config = generation_config
+    return model.eval()
 
 
 def load_adapter(model: PeftModel, path: str, name: str, *, trainable: bool) -> None:

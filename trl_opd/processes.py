@@ -45,9 +45,11 @@ def check_launch(accelerator: Accelerator) -> None:
 
 def ensure_sharded(model: nn.Module, accelerator: Accelerator) -> None:
     """Shards the student if training has not done so yet, as when it is evaluated first; does nothing without FSDP."""
-    if fsdp_plugin(accelerator) is not None and not isinstance(model, FSDPModule):
+    plugin = fsdp_plugin(accelerator)
+    if plugin is not None and not isinstance(model, FSDPModule):
         shard(model, accelerator)
         register_fsdp_forward_method(model, "generate")
+        plugin.auto_wrap_policy = None  # training finds nothing left to wrap
 
 
 def prepare_frozen(model: nn.Module, accelerator: Accelerator) -> nn.Module:

@@ -23,8 +23,13 @@ class Row(dict[str, Any]):
 
     seed: int | None = None
     """What its completion is sampled from; None: from the global generators."""
-    is_filler: bool = False
-    """Whether it only makes the processes' shares of the last step equally long: it is neither trained on nor counted."""
+
+
+class Filler(Row):
+    """A row that only makes the processes' shares of the last step equally long: it is neither trained on nor counted.
+
+    A class, since nothing else of a row comes through accelerate's data loader, which copies it.
+    """
 
 
 @dataclass(frozen=True)
@@ -113,11 +118,8 @@ class SampledRows(Dataset[Row]):
 
     def __getitems__(self, numbers: list[int]) -> list[Row]:
         """The rows of a micro-batch, read at once."""
-        columns = self.dataset.__getitems__([max(number, ~number) for number in numbers])
-        rows = [Row(row) for row in columns]
-        for row, number in zip(rows, numbers, strict=True):
-            row.is_filler = number < 0
-        return rows
+        rows = self.dataset.__getitems__([max(number, ~number) for number in numbers])
+        return [Filler(row) if number < 0 else Row(row) for row, number in zip(rows, numbers, strict=True)]
 
 
 def with_seeds(rows: Sequence[dict[str, Any]], places: Sequence[int], *stream: int) -> list[dict[str, Any]]:
@@ -130,16 +132,10 @@ def with_seeds(rows: Sequence[dict[str, Any]], places: Sequence[int], *stream: i
     """
     seeded: list[dict[str, Any]] = []
     for row, place in zip(rows, places, strict=True):
-        own = Row(row)
-        own.is_filler = is_filler(row)
+        own = Filler(row) if isinstance(row, Filler) else Row(row)
         own.seed = int(np.random.SeedSequence((*stream, place)).generate_state(1, np.uint64)[0] >> np.uint64(1))
         seeded.append(own)
     return seeded
-
-
-def is_filler(row: dict[str, Any]) -> bool:
-    """Whether a row, of whatever class, is a filler."""
-    return isinstance(row, Row) and row.is_filler
 
 
 def repeat_rows(dataset: datasets.IterableDataset, repeats: int) -> datasets.IterableDataset:

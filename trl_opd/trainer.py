@@ -28,25 +28,24 @@ from transformers import (
     TrainerCallback,
     set_seed,
 )
-from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from . import checks, completions
 from .advantage import kl_advantages
 from .batch import Rollout, ScoredBatch
-from .callbacks import AfterStepCallback, DistillationProgressCallback, StopOnSigterm
+from .callbacks import AfterStepCallback, DistillationProgressCallback
 from .config import OnPolicyDistillationConfig, as_dict
 from .logprobs import score_in_batches, score_tokens
 from .loop import TRAIN, DistillationLoop
 from .loss import Stats, policy_loss
 from .metrics import record_rewards, record_rollout, record_update
 from .models import base_name, eval_mode, load_student, load_tokenizer
-from .processes import check_launch, prepare_frozen
+from .processes import prepare_frozen
 from .prompts import PromptEncoder, check_dataset
 from .rewards import RewardFunc, compute_rewards, reward_advantages, reward_names, weighted_rewards
 from .rng import forked_rng
 from .rollout import RolloutEngine, TransformersEngine
-from .rows import Row, is_filler, repeat_rows
+from .rows import Filler, Row, repeat_rows
 from .teachers import ModelTeacher, Teacher, make_teacher
 
 Evaluator = Callable[["OnPolicyDistillationTrainer"], dict[str, float]]
@@ -124,10 +123,6 @@ class OnPolicyDistillationTrainer(DistillationLoop):
             callbacks=[AfterStepCallback(self._record_post_kl), *(callbacks or [])],
             optimizers=optimizers,
         )
-        check_launch(self.accelerator)
-        if (theirs := self.pop_callback(JITCheckpointCallback)) is not None:
-            theirs.on_train_end(args, self.state, self.control)  # it listens already
-            self.add_callback(StopOnSigterm(self._any_process))
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(DistillationProgressCallback)
         self.engine: RolloutEngine = TransformersEngine(
@@ -230,7 +225,11 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         seeds = [row.seed for row in rows if isinstance(row, Row) and row.seed is not None]
         prompts = [self.prompt_encoder.encode(row) for row in rows]
         kept = [self.prompt_encoder.truncate(prompt) for prompt in prompts]
-        cut = [len(prompt) > len(rest) for prompt, rest, row in zip(prompts, kept, rows, strict=True) if not is_filler(row)]
+        cut = [
+            len(prompt) > len(rest)
+            for prompt, rest, row in zip(prompts, kept, rows, strict=True)
+            if not isinstance(row, Filler)
+        ]
         self.metrics.add("prompts/truncated_fraction", sum(cut), len(cut))
         with self.accelerator.autocast():  # `generate` of an adapted model does not pass the wrapper that training is cast by
             generated = self.engine.generate(self.student(), kept, seeds if len(seeds) == len(rows) else None)
@@ -300,9 +299,6 @@ class OnPolicyDistillationTrainer(DistillationLoop):
                 batch_size=self.args.per_device_train_batch_size,
             )
 
-    def _any_process(self, flag: bool) -> bool:
-        return bool(cast(Tensor, self.accelerator.reduce(torch.tensor(int(flag), device=self.args.device))))
-
     def _half_precision(self) -> bool:
         """Whether student or teacher computes in 16 bits."""
         models = [self.student(), *([self.teacher.model] if isinstance(self.teacher, ModelTeacher) else [])]
@@ -323,7 +319,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         if args.long_prompts == "drop":
             dataset = checks.drop_long_prompts(dataset, self.prompt_encoder)
         if isinstance(dataset, datasets.IterableDataset):
-            checks.check_stream_groups(args)
+            checks.check_stream_groups(args, args.world_size)
             return repeat_rows(dataset, args.num_generations)
         checks.check_step_has_rows(len(dataset), args, args.world_size)
         return dataset
