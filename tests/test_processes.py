@@ -426,6 +426,40 @@ def test_the_first_process_alone_loads_the_weights(two: Processes, tmp_path: Pat
     assert_same_weights(one, several, atol=1e-7)
 
 
+@WAYS
+def test_an_adapter_on_a_four_bit_base(two: Processes, tmp_path: Path, how: str) -> None:
+    """QLoRA. Under FSDP2 the quantised weights stay whole, and the adapter is sharded."""
+    save_model(tmp_path / "base", make_model(0, hidden_size=64, intermediate_size=64))
+    one = launched("one", train_four_bit, str(tmp_path / "base"), str(tmp_path), per_device_train_batch_size=8)
+    several = two.run(how, train_four_bit, str(tmp_path / "base"), str(tmp_path), per_device_train_batch_size=4)
+    assert_same_weights(one, several)
+    assert_same_figures(one, several)
+
+
+def train_four_bit(base: str, folder: str, **more: Any) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="float32")
+    trainer = make_trainer(
+        Path(folder),
+        cls=Recording,
+        model=base,
+        quantization_config=quantization,
+        peft_config=lora(init_lora_weights=False),
+        processing_class=None,
+        max_steps=3,
+        learning_rate=1e-3,
+        **more,
+    )
+    trainer.train()
+    return told(trainer)
+
+
+def test_fsdp1_is_refused(two: Processes, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"FSDP1.*Set `fsdp_version: 2` in its fsdp_config"):
+        two.run("fsdp2", train, str(tmp_path), Given, environment={"FSDP_VERSION": "1"})
+
+
 def test_evaluation_before_training(two: Processes, tmp_path: Path) -> None:
     """The student is sharded for it, and trains on from there."""
     one = launched("one", evaluate_then_train, str(tmp_path / "one"), per_device_train_batch_size=8)

@@ -11,6 +11,7 @@ from peft import PeftModel
 from torch.distributed.tensor import DTensor
 
 from .helpers import lora, make_dataset, make_model, make_trainer, save_model
+from .hub_server import HubServer
 from .processes import Processes, launched
 from .test_processes import KINDS, Given, Recording, told
 
@@ -46,6 +47,40 @@ def test_what_is_saved_loads_on_one_process(two: Processes, tmp_path: Path, how:
     state = dict(loaded.named_parameters())
     for name, tensor in results[0]["weights"].items():
         assert torch.equal(state[name], tensor), name
+
+
+def test_an_adapter_is_pushed_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one of two processes, once; what arrives is the adapter that both hold."""
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    save_model(tmp_path / "base", make_model(0))
+    two = Processes(2)  # the client reads the Hub's address when it is imported
+    with HubServer() as hub:
+        for name, value in {"HF_ENDPOINT": hub.url, "HF_TOKEN": "dummy", "HF_HUB_DISABLE_XET": "1"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        try:
+            results = two.run("fsdp2", push, str(tmp_path))
+        finally:
+            two.stop()
+    (files,) = hub.repos.values()
+    assert [message for _, message in hub.commits] == ["End of training"]
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        (tmp_path / "arrived").mkdir(exist_ok=True)
+        (tmp_path / "arrived" / name).write_bytes(files[name])
+    loaded = PeftModel.from_pretrained(type(make_model(0)).from_pretrained(tmp_path / "base"), str(tmp_path / "arrived"))
+    state = dict(loaded.named_parameters())
+    assert all(torch.equal(state[name], tensor) for name, tensor in results[0]["weights"].items())
+    assert results[0]["weights"] and b"trl_opd" in files["README.md"]
+
+
+def push(folder: str) -> Any:
+    trainer = make_trainer(
+        Path(folder) / "run", cls=Given, max_steps=2, model=f"{folder}/base", peft_config=lora(), processing_class=None
+    )
+    trainer.train()
+    trainer.push_to_hub()
+    return told(trainer)
 
 
 # ---- Resuming

@@ -51,6 +51,7 @@ CONFIG_FIELDS: dict[str, Any] = {
     "min_p": None,
     "repetition_penalty": 1.0,
     "per_device_rollout_batch_size": None,
+    "gather_for_generation": True,
     "mask_truncated_completions": False,
     # objective
     "kl_penalty_coef": 1.0,

@@ -119,6 +119,13 @@ class OnPolicyDistillationConfig(TrainingArguments):
             "Completions sampled at once on each device; unset: all of one optimizer step. Lower it to save memory."
         ),
     )
+    gather_for_generation: bool = field(
+        default=True,
+        metadata=_help(
+            "Under FSDP, hold the whole student on each device while it samples. False, for a student too large for that, "
+            "gathers every layer for every token."
+        ),
+    )
     mask_truncated_completions: bool = field(
         default=False, metadata=_help("Do not train on completions that were cut at max_completion_length.")
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate import Accelerator, DistributedType
@@ -88,6 +90,28 @@ def shard(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     finally:
         state.fsdp_plugin = plugin
     return model
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Inside, a layer of a sharded model that was gathered stays: `generate` gathers each once, not once for each token.
+
+    The whole model is then on each process, in the precision it computes in. Does nothing for a model that is not sharded.
+    """
+    layers = [module for module in model.modules() if isinstance(module, FSDPModule) and _reshards(module)]
+    for layer in layers:
+        layer.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.set_reshard_after_forward(True, recurse=False)
+            layer.reshard()
+
+
+def _reshards(module: FSDPModule) -> bool:
+    group = module._get_fsdp_state()._fsdp_param_group  # None if its parameters all belong to layers inside it
+    return group is not None and group.post_forward_mesh_info is not None
 
 
 def gathered_state(model: nn.Module) -> dict[str, Tensor]:

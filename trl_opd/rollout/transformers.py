@@ -13,7 +13,7 @@ How this differs from calling `generate` as it is:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -33,6 +33,7 @@ from transformers import (
 from ..batch import Completion
 from ..config import OnPolicyDistillationConfig
 from ..models import eval_mode
+from ..processes import gathered
 
 
 class TransformersEngine:
@@ -65,7 +66,7 @@ class TransformersEngine:
         if seeds is None:
             seeds = torch.randint(2**62, (len(prompts),)).tolist()
         size = self.args.per_device_rollout_batch_size or self.args.step_batch_size
-        with _generating(model):
+        with _generating(model), gathered(model) if self.args.gather_for_generation else nullcontext():
             chunks = [
                 self._generate_chunk(model, prompts[i : i + size], seeds[i : i + size]) for i in range(0, len(prompts), size)
             ]
