@@ -86,6 +86,7 @@ def main() -> None:
         report(trainer, teacher_accuracy() if demo else None)
     if args.push_to_hub:
         trainer.push_to_hub(dataset=data_args.dataset_name)
+    trainer.accelerator.end_training()  # several processes part in order
 
 
 def demo_data(args: OnPolicyDistillationConfig) -> tuple[datasets.Dataset, datasets.Dataset]:

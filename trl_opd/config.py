@@ -191,6 +191,12 @@ class OnPolicyDistillationConfig(TrainingArguments):
         accelerator_config = cast(AcceleratorConfig, self.accelerator_config)
         if accelerator_config.dispatch_batches is None:
             accelerator_config.dispatch_batches = False  # rows are Python objects, which are not sliced like tensors
+        for name in ("dispatch_batches", "split_batches"):
+            if getattr(accelerator_config, name):
+                raise ValueError(
+                    f"accelerator_config has {name}=True, but rows are dealt to the processes in whole groups, and are Python "
+                    "objects, which accelerate does not slice. Leave it out."
+                )
         self._check_values()
         self._check_unsupported()
         self._check_batch()

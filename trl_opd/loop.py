@@ -13,6 +13,7 @@ from typing import Any, cast
 import datasets
 import numpy as np
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
@@ -27,7 +28,7 @@ from .loss import count_items
 from .metrics import Metrics
 from .models import eval_mode
 from .rng import forked_rng
-from .rows import Filler, RowSampler, SampledRows, Shares, with_seeds
+from .rows import FilledStream, Filler, RowSampler, SampledRows, Shares, with_seeds
 from .saving import SavingTrainer
 
 TRAIN, EVAL = 0, 1
@@ -124,9 +125,16 @@ class DistillationLoop(SavingTrainer):
         places = [shares.place(self.accelerator.process_index, number) for number in numbers]
         return with_seeds(rows, places, self.args.seed, *stream)
 
-    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        rows = SampledRows(dataset) if isinstance(dataset, datasets.Dataset) else dataset
-        return super()._get_dataloader(rows, *args, **kwargs)
+    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        rows = dataset
+        if isinstance(dataset, datasets.Dataset):
+            rows = SampledRows(dataset)
+        elif self.accelerator.num_processes > 1:
+            rows = FilledStream(dataset, self.accelerator.num_processes * batch_size)
+        loader = super()._get_dataloader(rows, description, batch_size, *args, **kwargs)
+        if isinstance(shard := loader.batch_sampler, BatchSamplerShard):
+            shard.sampler = shard.batch_sampler.sampler  # or a resumed loader would not tell it which epoch it is
+        return loader
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         return RowSampler(

@@ -18,7 +18,7 @@ from .batch import Rollout, ScoredBatch
 from .loss import Stats
 
 MAX_VALUES = 2**16
-"""Values kept of each distribution, per process and window; of more, every second one is dropped."""
+"""Values kept of each distribution, per process and window; of more, every second one is dropped, on all processes."""
 
 
 class Metrics:
@@ -83,16 +83,20 @@ class Metrics:
 
         `time/*` are seconds of the window on the slowest process; `time/window` is its whole length.
         """
-        own = {
+        own = self.window()
+        self.reset()
+        return _summarize(gather_object([own]))
+
+    def window(self) -> dict[str, Any]:
+        """What this process has collected."""
+        return {
             "sums": {name: (float(total), float(count)) for name, (total, count) in self._sums.items()},
-            "values": {name: _thinned(torch.cat(values).cpu().numpy()) for name, values in self._values.items()},
+            "values": {name: _thinned(torch.cat(values)) for name, values in self._values.items()},
             "totals": self._totals,
             "lows": self._lows,
             "highs": self._highs,
             "seconds": {**self._seconds, "window": time.perf_counter() - self._started},
         }
-        self.reset()
-        return _summarize(gather_object([own]))
 
 
 def record_rollout(metrics: Metrics, rollout: Rollout, teacher_logps_BT: Tensor) -> None:
@@ -129,13 +133,13 @@ def record_update(metrics: Metrics, batch: ScoredBatch, logps_BT: Tensor, entrop
 def _summarize(windows: list[dict[str, Any]]) -> dict[str, float]:
     """Joins the windows of all processes into one set of figures."""
     sums: defaultdict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
-    values: defaultdict[str, list[np.ndarray]] = defaultdict(list)
+    values: defaultdict[str, list[tuple[int, np.ndarray]]] = defaultdict(list)
     figures = _summed([window["totals"] for window in windows])
     for window in windows:
         for name, pair in window["sums"].items():
             sums[name] = sums[name] + pair
-        for name, array in window["values"].items():
-            values[name].append(array)
+        for name, thinned in window["values"].items():
+            values[name].append(thinned)
         for name, value in window["lows"].items():
             figures[name] = min(figures.get(name, value), value)
         for name, value in window["highs"].items():
@@ -143,7 +147,7 @@ def _summarize(windows: list[dict[str, Any]]) -> dict[str, float]:
         for phase, seconds in window["seconds"].items():
             figures[f"time/{phase}"] = max(figures.get(f"time/{phase}", 0.0), seconds)
     figures |= {name: float(total / count) for name, (total, count) in sums.items() if count}
-    figures |= _derived(figures, {name: np.concatenate(arrays) for name, arrays in values.items()})
+    figures |= _derived(figures, {name: _joined(parts) for name, parts in values.items()})
     return figures
 
 
@@ -168,7 +172,15 @@ def _derived(means: dict[str, float], values: dict[str, np.ndarray]) -> dict[str
     return figures
 
 
-def _thinned(values: np.ndarray) -> np.ndarray:
-    while len(values) > MAX_VALUES:
-        values = values[::2]
-    return values
+def _thinned(values: Tensor) -> tuple[int, np.ndarray]:
+    """At most `MAX_VALUES` of them, and of how many each is one."""
+    stride = 1
+    while len(values) > MAX_VALUES * stride:
+        stride *= 2
+    return stride, values[::stride].cpu().numpy()
+
+
+def _joined(parts: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
+    """The values of all processes, thinned alike: a process with fewer of them must not weigh more."""
+    widest = max(stride for stride, _ in parts)
+    return np.concatenate([values[:: widest // stride] for stride, values in parts])

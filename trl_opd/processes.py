@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +32,16 @@ def check_launch(accelerator: Accelerator) -> None:
             "The accelerate configuration asks for FSDP1, under which `generate` fails on the sharded weights; torch has "
             "deprecated it. Set `fsdp_version: 2` in its fsdp_config (`accelerate to-fsdp2 --config_file old.yaml "
             "--output_file new.yaml` converts the rest), or start from examples/accelerate/fsdp2.yaml."
+        )
+    if plugin is not None and plugin.activation_checkpointing:
+        raise ValueError(
+            "The accelerate configuration has `fsdp_activation_checkpointing: true`, which renames the layers, so that an "
+            "adapter is saved empty. Set it to false: the trainer's `activation_checkpointing`, on by default, does the same."
+        )
+    if accelerator.num_processes < (launched := int(os.environ.get("WORLD_SIZE", "1"))):
+        raise ValueError(
+            f"{launched} processes were launched, but each would train alone: accelerate found no GPU, and joins processes on "
+            "the CPU only if it is told. Pass `use_cpu=True` (`--use_cpu`) to train on the CPU."
         )
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ValueError(
@@ -107,6 +118,13 @@ def gathered(model: nn.Module) -> Iterator[None]:
         for layer in layers:
             layer.set_reshard_after_forward(True, recurse=False)
             layer.reshard()
+
+
+def reshard(model: nn.Module) -> None:
+    """Lets go of what forward passes of a sharded model have left gathered; its parameters are this process's shards again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _reshards(module: FSDPModule) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 
 class Row(dict[str, Any]):
@@ -120,6 +120,30 @@ class SampledRows(Dataset[Row]):
         """The rows of a micro-batch, read at once."""
         rows = self.dataset.__getitems__([max(number, ~number) for number in numbers])
         return [Filler(row) if number < 0 else Row(row) for row, number in zip(rows, numbers, strict=True)]
+
+
+class FilledStream(IterableDataset[Row]):
+    """A stream with fillers after its end, so that each of several processes has as many rows.
+
+    Args:
+        dataset: The stream.
+        round_size: Rows of a micro-batch on all processes together; of a multiple of it there will be.
+    """
+
+    def __init__(self, dataset: datasets.IterableDataset, round_size: int) -> None:
+        self.dataset, self.round_size = dataset, round_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Passes it on to the stream, which may be shuffled."""
+        self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Row]:
+        count, row = 0, {}
+        for row in self.dataset:
+            yield Row(row)
+            count += 1
+        for _ in range(-count % self.round_size):
+            yield Filler(row)
 
 
 def with_seeds(rows: Sequence[dict[str, Any]], places: Sequence[int], *stream: int) -> list[dict[str, Any]]:

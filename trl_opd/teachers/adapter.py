@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ..batch import Rollout
 from ..models import eval_mode
+from ..processes import reshard
 from .model import score_rollout
 
 
@@ -49,6 +50,7 @@ class AdapterTeacher:
 
 @contextmanager
 def _as_teacher(student: PeftModel, adapter_name: str | None) -> Iterator[None]:
+    reshard(student)  # weights that a forward pass has gathered are other parameters than those that are trained
     trainable = [parameter for parameter in student.parameters() if parameter.requires_grad]
     active, first = student.active_adapters, cast(str, student.active_adapter)  # several may be active
     try:
@@ -57,6 +59,7 @@ def _as_teacher(student: PeftModel, adapter_name: str | None) -> Iterator[None]:
         with eval_mode(student), student.disable_adapter() if adapter_name is None else nullcontext():
             yield
     finally:
+        reshard(student)
         student.set_adapter(first)
         cast(Any, student.base_model).set_adapter(active)
         student.requires_grad_(False)  # set_adapter and disable_adapter turn on more than was trained
