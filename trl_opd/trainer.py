@@ -34,6 +34,7 @@ from . import checks, completions
 from .advantage import kl_advantages
 from .batch import Rollout, ScoredBatch
 from .callbacks import AfterStepCallback, DistillationProgressCallback
+from .comparison import compare
 from .config import OnPolicyDistillationConfig, as_dict
 from .logprobs import score_in_batches, score_tokens
 from .loop import TRAIN, DistillationLoop
@@ -188,7 +189,10 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         rows = self.with_seeds(rows, self.train_shares, 0, TRAIN, self.state.global_step)
         rollout, teacher_logps_BT, rewards_BF = self.rollout_and_scores(rows, TRAIN, self.state.global_step)
         if self.state.global_step == 0:
-            checks.check_teacher_differs(rollout, teacher_logps_BT, half_precision=self._half_precision())
+            comparison = compare(rollout, teacher_logps_BT, self.vocab_size)
+            limits = {"max_completion_length": self.args.max_completion_length, "half_precision": self._half_precision()}
+            for verdict in comparison.verdicts(**limits):
+                checks.warn(verdict)
         reward_advantages_B = self._reward_advantages(rewards_BF).to(rollout.sampled_logps_BT)
         advantages_BT = self.compute_advantages(
             rollout.sampled_logps_BT, teacher_logps_BT, rollout.mask_BT, reward_advantages_B
