@@ -35,6 +35,9 @@ class TeacherPromptEncoder(PromptEncoder):
         Raises:
             ValueError: If a prompt cannot be encoded; see `PromptEncoder.encode`.
         """
+        lacking = [row for row in rows if COLUMN not in row]
+        if 0 < len(lacking) < len(rows):
+            self.encode(lacking[0], COLUMN)  # tells of it: rows of one stream that differ are rather a slip than meant
         own = [self.encode_row(row) for row in rows]
         if all(ids is None for ids in own):
             return None
