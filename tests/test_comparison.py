@@ -43,7 +43,7 @@ def scored(rollout: Rollout, *, first: float = -1.5, stop: float = -1.5, inner: 
 
 def told(rollout: Rollout, teacher_logps_BT: Tensor) -> list[str]:
     comparison = compare(rollout, teacher_logps_BT, V)
-    return comparison.verdicts(max_completion_length=LENGTH, half_precision=False)
+    return comparison.verdicts(LENGTH, half_precision=False)
 
 
 def test_figures_by_hand() -> None:
@@ -116,9 +116,8 @@ def test_no_token_to_learn_from_says_nothing() -> None:
 def test_rounding_of_half_precision_counts_as_the_same() -> None:
     rollout = written()
     comparison = compare(rollout, rollout.sampled_logps_BT - 0.02, V)
-    settings: dict[str, Any] = {"max_completion_length": LENGTH}
-    assert comparison.verdicts(half_precision=False, **settings) == []
-    assert len(comparison.verdicts(half_precision=True, **settings)) == 1
+    assert comparison.verdicts(LENGTH, half_precision=False) == []
+    assert len(comparison.verdicts(LENGTH, half_precision=True)) == 1
 
 
 def test_a_run_warns_once_before_its_first_update(tmp_path: Any) -> None:

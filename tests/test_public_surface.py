@@ -38,10 +38,17 @@ CONFIG_FIELDS: dict[str, Any] = {
     "trust_remote_code": False,
     "teacher_model_name_or_path": None,
     "teacher_model_init_kwargs": None,
+    "teacher_offload": False,
+    "teacher_ema": None,
+    "teacher_sync_steps": None,
     # prompts
     "max_prompt_length": None,
     "long_prompts": "truncate",
     "chat_template_kwargs": None,
+    "teacher_chat_template": None,
+    "teacher_system_prompt": None,
+    "prompts_per_step": None,
+    "stopping_strategy": "first_exhausted",
     # rollouts
     "num_generations": 1,
     "max_completion_length": 512,

@@ -15,6 +15,8 @@ from .config import OnPolicyDistillationConfig
 from .models import without_peft
 from .prompts import PromptEncoder
 
+TeacherModel = str | PreTrainedModel | PeftModel
+
 
 class DistillationWarning(UserWarning):
     """Something about a run looks wrong, though it can work."""
@@ -178,16 +180,16 @@ def check_devices(num_gpus: int) -> None:
 
 
 def teacher_given(
-    teacher: str | PreTrainedModel | PeftModel | None, args: OnPolicyDistillationConfig
-) -> str | PreTrainedModel | PeftModel:
+    teacher: TeacherModel | dict[str, TeacherModel] | None, args: OnPolicyDistillationConfig
+) -> TeacherModel | dict[str, TeacherModel]:
     """The teacher of the constructor, else that of the settings."""
     given = teacher if teacher is not None else args.teacher_model_name_or_path
     if given is None:
         raise ValueError(
-            "There is no teacher. Pass teacher_model (an id, a path, a model, or 'base' for the student without its "
-            "adapter), or set teacher_model_name_or_path."
+            "There is no teacher. Pass teacher_model (an id, a path, a model, 'base' for the student without its adapter, "
+            "'self' for the student, or a dict of several), or set teacher_model_name_or_path."
         )
-    return given
+    return cast(Any, given)
 
 
 def reward_weights(args: OnPolicyDistillationConfig, num_funcs: int) -> list[float]:

@@ -43,14 +43,15 @@ class Comparison:
     top1pct_share: float
     """Of the sum of |student - teacher log-prob|, what the hundredth of the tokens with the greatest has."""
 
-    def verdicts(self, *, max_completion_length: int, half_precision: bool) -> list[str]:
+    def verdicts(self, max_completion_length: int, *, half_precision: bool) -> list[str]:
         """What is probably wrong, and what to do about it; empty if nothing is."""
         rounding = 0.05 if half_precision else 1e-3  # equal models differ by 0.04 in bf16 (SmolLM2-135M), by 1e-6 in fp32
         if self.tokens and self.teacher_kl_abs < rounding:
             return [
                 f"teacher_kl is {self.teacher_kl:.1e} nats a token before the first update: the teacher scores as the student "
                 "does. Is it the model you meant, and did its weights or adapter load? (A new adapter with "
-                "teacher_model='base' starts here too: student and teacher are then the same.)"
+                "teacher_model='base' starts here too, and 'self' where it sees the student's prompt: student and teacher are "
+                "then the same.)"
             ]
         if self.tokens < EVIDENCE:
             return []

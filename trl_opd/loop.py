@@ -26,6 +26,7 @@ from .batch import Rollout, ScoredBatch
 from .callbacks import StopOnSigterm
 from .loss import count_items
 from .metrics import Metrics
+from .mixing import MixedSampler, NamedRows, make_mixture
 from .models import eval_mode
 from .rng import forked_rng
 from .rows import FilledStream, Filler, RowSampler, SampledRows, Shares, with_seeds
@@ -127,7 +128,7 @@ class DistillationLoop(SavingTrainer):
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> DataLoader[Any]:
         rows = dataset
-        if isinstance(dataset, datasets.Dataset):
+        if isinstance(dataset, datasets.Dataset | NamedRows):
             rows = SampledRows(dataset)
         elif self.accelerator.num_processes > 1:
             rows = FilledStream(dataset, self.accelerator.num_processes * batch_size)
@@ -137,13 +138,11 @@ class DistillationLoop(SavingTrainer):
         return loader
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        return RowSampler(
-            len(train_dataset),
-            self.train_shares,
-            shuffle=self.args.train_sampling_strategy == "random",
-            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
-            drop_last=self.args.dataloader_drop_last,
-        )
+        shuffle, shares = self.args.train_sampling_strategy == "random", self.train_shares
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        if isinstance(self.train_dataset, NamedRows):
+            return MixedSampler(make_mixture(self.train_dataset.sizes, self.args), shares, shuffle=shuffle, seed=seed)
+        return RowSampler(len(train_dataset), shares, shuffle=shuffle, seed=seed, drop_last=self.args.dataloader_drop_last)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int]:
         return RowSampler(len(eval_dataset), self._eval_shares, shuffle=False, drop_last=self.args.dataloader_drop_last)
@@ -236,6 +235,12 @@ class DistillationLoop(SavingTrainer):
         self.progress.teacher_tokens += figures.pop("teacher_tokens", 0.0)
         totals = {"tokens": self.progress.tokens, "teacher_tokens": self.progress.teacher_tokens}
         return figures | totals | {"tokens_per_second": tokens / seconds}
+
+    def after_step(self) -> None:
+        """After each optimizer step, before it is logged or saved."""
+        for teacher in self.self_teachers():
+            teacher.follow(self.state.global_step)
+        self._record_post_kl()
 
     def _record_post_kl(self) -> None:
         """After a rollout's last update: how far its updates moved the policy on its own tokens."""

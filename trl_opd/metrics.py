@@ -99,10 +99,15 @@ class Metrics:
         }
 
 
-def record_rollout(metrics: Metrics, rollout: Rollout, teacher_logps_BT: Tensor) -> None:
-    """Adds what can be said of completions and their scores before any update."""
+def record_rollout(metrics: Metrics, rollout: Rollout, teacher_logps_BT: Tensor, name_column: str | None = None) -> None:
+    """Adds what can be said of completions and their scores before any update; the KL also by the names in a column."""
     lengths_B, stopped_B = rollout.completion_lengths_B, rollout.stopped_B
-    metrics.add_values("teacher_kl", reverse_kl(rollout.sampled_logps_BT, teacher_logps_BT, rollout.mask_BT)[rollout.mask_BT])
+    kl_BT = reverse_kl(rollout.sampled_logps_BT, teacher_logps_BT, rollout.mask_BT)
+    metrics.add_values("teacher_kl", kl_BT[rollout.mask_BT])
+    names = [row.get(name_column) for row in rollout.rows] if name_column is not None else []
+    for name in dict.fromkeys(name for name in names if name is not None):
+        own_B = torch.tensor([other == name for other in names], device=kl_BT.device)
+        metrics.add(f"teacher_kl/{name}", kl_BT[own_B].sum(), rollout.mask_BT[own_B].sum())
     metrics.add("completions/mean_length", lengths_B.sum(), len(rollout))
     metrics.add_extremes(lengths_B, low="completions/min_length", high="completions/max_length")
     metrics.add("completions/stopped_fraction", stopped_B.sum(), len(rollout))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model
+from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model, gather_object
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
@@ -65,14 +65,20 @@ def ensure_sharded(model: nn.Module, accelerator: Accelerator) -> None:
         plugin.auto_wrap_policy = None  # training finds nothing left to wrap
 
 
-def prepare_frozen(model: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """Puts a model that is not trained on the training device; under FSDP, each process's part of it.
+def prepare_frozen(model: nn.Module, accelerator: Accelerator, *, stays: bool = False) -> nn.Module:
+    """Puts a model that is not trained on the training device, unless it `stays` where it is; under FSDP, each process's part.
 
     Accelerate's own `prepare_model(model, evaluation_mode=True)` would leave the whole of it on every process.
     """
     model.requires_grad_(False).eval()  # before sharding: weights that might be trained would be kept in fp32
     if fsdp_plugin(accelerator) is None:
-        return accelerator.prepare_model(model, evaluation_mode=True)
+        return accelerator.prepare_model(model, device_placement=not stays, evaluation_mode=True)
+    if stays:
+        raise ValueError(
+            "teacher_offload is True, but under FSDP each process holds its part of the teacher only, which cannot be moved "
+            "by itself. Leave it out, and set `fsdp_offload_params: true` in the accelerate configuration: it keeps the parts "
+            "of student and teacher in CPU memory."
+        )
     if is_quantized(model):
         size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
         checks.warn(
@@ -101,6 +107,11 @@ def shard(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     finally:
         state.fsdp_plugin = plugin
     return model
+
+
+def greatest(numbers: list[int]) -> list[int]:
+    """The greatest of each number over the processes, each of which must call this."""
+    return [max(column) for column in zip(*gather_object([numbers]), strict=True)]
 
 
 @contextmanager

@@ -90,14 +90,17 @@ class RowSampler(Sampler[int]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        rows = list(range(self.num_rows))
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            rows = torch.randperm(self.num_rows, generator=generator).tolist()
-        repeats = self.shares.group_size
+        rows, repeats = self.order(), self.shares.group_size
         for place in self.shares.order(len(self)):
             row = rows[place // repeats % self.num_rows]
             yield row if place < self.num_rows * repeats else ~row
+
+    def order(self) -> list[int]:
+        """The row numbers of the present epoch, each once."""
+        if not self.shuffle:
+            return list(range(self.num_rows))
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return torch.randperm(self.num_rows, generator=generator).tolist()
 
     def __len__(self) -> int:
         num_places = self.num_rows * self.shares.group_size
@@ -107,8 +110,8 @@ class RowSampler(Sampler[int]):
 class SampledRows(Dataset[Row]):
     """What a data loader reads with a `RowSampler`: rows, of which those it marks are fillers."""
 
-    def __init__(self, dataset: datasets.Dataset) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset  # has __len__ and __getitems__
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +34,39 @@ class ModelTeacher:
         """(B, T) nats; see `Teacher`."""
         self.model.eval()
         return score_rollout(self.model, rollout, self.temperature, self.vocab_size, self.batch_size, self.context)
+
+
+class OffloadedTeacher(ModelTeacher):
+    """A `ModelTeacher` whose weights are in CPU memory while it does not score.
+
+    Args:
+        model: The teacher, on the CPU.
+        device: Where it scores.
+        scoring: As for `ModelTeacher`.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, **scoring: Any) -> None:
+        super().__init__(model, **scoring)
+        self.device = device
+
+    def score(self, rollout: Rollout) -> Tensor:
+        """(B, T) nats; see `Teacher`."""
+        with moved(self.model, self.device):
+            return super().score(rollout)
+
+
+@contextmanager
+def moved(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, the weights are on `device`; afterwards the very tensors from before are back, and nothing was copied back."""
+    tensors = [*model.parameters(), *model.buffers()]
+    homes = [tensor.data for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.to(device)
+        yield
+    finally:
+        for tensor, home in zip(tensors, homes, strict=True):
+            tensor.data = home
 
 
 def score_rollout(
