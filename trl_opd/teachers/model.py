@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ..batch import Rollout, pad_right
 from ..logprobs import score_in_batches
@@ -37,7 +36,7 @@ class ModelTeacher:
 
 
 class OffloadedTeacher(ModelTeacher):
-    """A `ModelTeacher` whose weights are in CPU memory while it does not score.
+    """A `ModelTeacher` whose weights are in CPU memory; for scoring they are copied, and the copies dropped again.
 
     Args:
         model: The teacher, on the CPU.
@@ -51,26 +50,17 @@ class OffloadedTeacher(ModelTeacher):
 
     def score(self, rollout: Rollout) -> Tensor:
         """(B, T) nats; see `Teacher`."""
-        with moved(self.model, self.device):
-            return super().score(rollout)
+        self.model.eval()
+        copies = {name: t.to(self.device) for name, t in [*self.model.named_parameters(), *self.model.named_buffers()]}
 
+        def on_device(**inputs: Any) -> Any:
+            return functional_call(self.model, copies, kwargs=inputs)
 
-@contextmanager
-def moved(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, the weights are on `device`; afterwards the very tensors from before are back, and nothing was copied back."""
-    tensors = [*model.parameters(), *model.buffers()]
-    homes = [tensor.data for tensor in tensors]
-    try:
-        for tensor in tensors:
-            tensor.data = tensor.data.to(device)
-        yield
-    finally:
-        for tensor, home in zip(tensors, homes, strict=True):
-            tensor.data = home
+        return score_rollout(on_device, rollout, self.temperature, self.vocab_size, self.batch_size, self.context)
 
 
 def score_rollout(
-    model: nn.Module, rollout: Rollout, temperature: float, vocab_size: int, batch_size: int, context: int | None
+    model: nn.Module | Any, rollout: Rollout, temperature: float, vocab_size: int, batch_size: int, context: int | None
 ) -> Tensor:
     """(B, T) log-probs of a rollout's tokens under `model`, read after its teacher prompts where it has them.
 

@@ -12,11 +12,10 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..batch import Completion, Rollout, check_shape
+from ..batch import Rollout, check_shape
 from ..checks import TeacherModel
 from ..config import OnPolicyDistillationConfig, as_dict
 from ..models import base_name, teacher_adapters
-from ..rows import Filler
 from .adapter import AdapterTeacher
 from .loading import make_teacher
 from .model import ModelTeacher, OffloadedTeacher
@@ -57,15 +56,16 @@ class RoutedTeacher:
         most = passes if self.most is None else self.most(passes)
         scores_BT = rollout.sampled_logps_BT.new_zeros(rollout.ids_BT.shape)
         for (teacher, where_B), own, all_make in zip(parts, passes, most, strict=True):
-            if own:
-                part = rollout[where_B]
-                part_scores = teacher.score(part)
-                check_shape("A teacher's scores of its rows", part_scores, part.ids_BT)
-                scores_BT = scores_BT.to(torch.promote_types(scores_BT.dtype, part_scores.dtype))
-                scores_BT[where_B] = part_scores.to(scores_BT.dtype)
-            if isinstance(teacher, IN_PROCESS):
-                for _ in range(all_make - own):
-                    teacher.score(_stub(rollout))
+            part = rollout[where_B]
+            asked = part
+            if own < all_make and isinstance(teacher, IN_PROCESS):
+                # in one call, since some teachers gather the weights of the outermost layers once a call
+                asked = part.with_stubs((all_make - 1) * self.batch_size + 1 - len(part))
+            if len(asked):
+                found_BT = teacher.score(asked)
+                check_shape("A teacher's scores of its rows", found_BT, asked.ids_BT)
+                scores_BT = scores_BT.to(torch.promote_types(scores_BT.dtype, found_BT.dtype))
+                scores_BT[where_B] = found_BT[: len(part)].to(scores_BT.dtype)
         return scores_BT
 
     def rows_of(self, rollout: Rollout) -> dict[str, Tensor]:
@@ -175,9 +175,3 @@ def _check_used(teachers: list[Teacher], args: OnPolicyDistillationConfig) -> No
             f"{follows} says how a teacher follows the student, but no teacher is 'self'. Pass teacher_model='self', or leave "
             "it out."
         )
-
-
-def _stub(rollout: Rollout) -> Rollout:
-    """The shortest rollout there is, for a forward pass of which nothing is used."""
-    completion = Completion(ids=[0], logps=[0.0], stopped=False)
-    return Rollout.build([[0]], [completion], [Filler()], pad_id=0, device=rollout.ids_BT.device)
