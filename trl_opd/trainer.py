@@ -43,7 +43,7 @@ from .loss import Stats, policy_loss
 from .metrics import record_rewards, record_rollout, record_update
 from .mixing import name_column
 from .models import base_name, eval_mode, load_student, load_tokenizer
-from .processes import fsdp_plugin, greatest, prepare_frozen
+from .processes import fsdp_plugin, greatest
 from .prompts import PromptEncoder
 from .rewards import RewardFunc, compute_rewards, reward_advantages, reward_names, weighted_rewards
 from .rng import forked_rng
@@ -146,7 +146,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
             self.student,
             tokenizer,
             args,
-            lambda model: prepare_frozen(model, self.accelerator, stays=args.teacher_offload),
+            self._prepare_teacher,
             may_share_base=loaded_here,
             most=greatest if fsdp_plugin(self.accelerator) else None,
         )
