@@ -499,5 +499,6 @@ def documented() -> list[str]:
 def test_the_document_explains_what_is_logged_and_nothing_else(run: Any) -> None:
     logged = {name for entry in training_logs(run) for name in entry} - TRAINERS_OWN
     logged = {"reward/<function>" if name.startswith("reward/") else name for name in logged}
-    assert set(documented()) == logged
+    of_several = {"teacher_kl/<name>"}  # test_mixing.py has them
+    assert set(documented()) - of_several == logged
     assert len(documented()) == len(set(documented()))

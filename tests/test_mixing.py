@@ -79,6 +79,13 @@ def test_all_exhausted_goes_through_every_row_and_begins_the_others_again() -> N
     assert set(many) == set(range(14)) and [many[0], many[1]] == [6, 6] and sum(many.values()) == 24
 
 
+def test_a_dataset_that_begins_again_does_so_in_another_order() -> None:
+    order = Mixture((8, 80), (2, 2), all_exhausted=True).order(seed=0, epoch=0, shuffle=True)
+    small = [row for row in order if row < 8]
+    passes = [small[i : i + 8] for i in range(0, 80, 8)]
+    assert all(sorted(one) == list(range(8)) for one in passes) and len(set(map(tuple, passes))) > 8
+
+
 def test_the_shuffled_order_depends_on_seed_and_epoch_only() -> None:
     mixture = Mixture((20, 30), (2, 3))
     first = mixture.order(0, 0, shuffle=True)

@@ -35,15 +35,18 @@ class Noting(Recording):
 def train_two(folder: str, teachers: str, base: str, adapter: str, **more: Any) -> Any:
     """Three prompts of x and one of y in a step."""
     teacher_model: dict[str, Any] = {"x": make_model(1), "y": make_model(2)}
-    if teachers == "on the student":
-        teacher_model = {"x": "base", "y": adapter}
+    data = {"x": prompts("x", 12, teacher_prompt=[f"x{i}={i}" for i in range(12)]), "y": prompts("y", 4)}
+    if teachers != "models":
+        teacher_model = {"x": {"on the student": "base"}.get(teachers, "self"), "y": adapter}
+    if teachers == "average":
+        more["teacher_ema"] = 0.9
     trainer = make_trainer(
         Path(folder),
         cls=Noting,
         model=base,
         peft_config=lora(init_lora_weights=False),
         teacher_model=teacher_model,
-        train_dataset={"x": prompts("x", 12), "y": prompts("y", 4)},
+        train_dataset=data,
         prompts_per_step={"x": 3, "y": 1},
         max_steps=4,
         learning_rate=1e-3,
@@ -55,7 +58,7 @@ def train_two(folder: str, teachers: str, base: str, adapter: str, **more: Any) 
 
 
 @WAYS
-@pytest.mark.parametrize("teachers", ["models", "on the student"])
+@pytest.mark.parametrize("teachers", ["models", "on the student", "self", "average"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_process_without_rows_of_a_teacher(
     two: Processes, tmp_path: Path, how: str, teachers: str, accumulation: int

@@ -138,6 +138,18 @@ def test_without_a_prompt_of_its_own_it_is_the_student(tmp_path: Path) -> None:
 # ---- Left out of what is trained and saved
 
 
+def test_what_is_trained_stays_what_it_was(tmp_path: Path) -> None:
+    """A user may train a part of the adapter."""
+    student = perturbed(get_peft_model(make_model(0), lora()), 4)
+    for name, parameter in student.named_parameters():
+        parameter.requires_grad_("lora_B" in name)
+    trainer = self_trainer(tmp_path, model=student, peft_config=None, teacher_ema=0.9)
+    trainer.train()
+    trained = {name for name, p in student.named_parameters() if p.requires_grad}
+    assert {name.split(".", 1)[1].rsplit(".", 3)[1] for name in trained} == {"lora_B"} and len(trained) == 14
+    assert not [name for name in trained if TEACHER_ADAPTER in name]
+
+
 def test_it_is_neither_optimized_nor_saved_as_an_adapter(tmp_path: Path) -> None:
     trainer = self_trainer(tmp_path / "out", teacher_ema=0.9, save_strategy="steps", save_steps=2)
     trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}

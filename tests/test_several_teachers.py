@@ -296,7 +296,7 @@ def test_load_settings_for_all_or_by_name(tmp_path: Path, base: str) -> None:
             teacher_model={"x": base, "y": other, "z": "base"},
             teacher_model_init_kwargs=kwargs,
         )
-        return [t.model.dtype for t in teachers_of(trainer.teacher) if isinstance(t, ModelTeacher)]
+        return [next(t.model.parameters()).dtype for t in teachers_of(trainer.teacher) if isinstance(t, ModelTeacher)]
 
     assert dtypes(dtype="bfloat16") == [torch.bfloat16, torch.bfloat16]
     assert dtypes(x={"dtype": "bfloat16"}) == [torch.bfloat16, torch.float32]

@@ -86,8 +86,9 @@ def test_rows_without_a_prompt_of_their_own_are_read_as_the_student_reads_them(t
 
 
 def test_plain_text_prompts_have_no_place_for_it(tmp_path: Path) -> None:
-    for settings in ({"teacher_system_prompt": "9"}, {"teacher_chat_template": TEACHERS_TEMPLATE}):
-        assert_error(lambda settings=settings: make_trainer(tmp_path, **settings), "plain text", "'teacher_prompt' column")
+    tells = "plain text", "'teacher_prompt' column"
+    assert_error(lambda: make_trainer(tmp_path, teacher_system_prompt="9"), *tells)
+    assert_error(lambda: make_trainer(tmp_path, teacher_chat_template=TEACHERS_TEMPLATE), *tells)
     data = {"x": make_dataset(8), "y": datasets.Dataset.from_list([{"prompt": [user("1")]}] * 8)}
     tokenizer = make_tokenizer(chat=True)
     assert_error(

@@ -144,11 +144,7 @@ def make_self_teacher(
     config.inference_mode = True
     if "init_lora_weights" in config.to_dict():
         setattr(config, "init_lora_weights", True)  # noqa: B010 - a LoraConfig's; others, as PiSSA, would change the base again
-    name, trainable = next_teacher_adapter(model), [p for p in model.parameters() if p.requires_grad]
-    model.add_adapter(name, config)
-    model.requires_grad_(False)
-    for parameter in trainable:
-        parameter.requires_grad_(True)
+    model.add_adapter(name := next_teacher_adapter(model), config)
     return SelfTeacher(student, name, keep=args.teacher_ema or 0.0, every=args.teacher_sync_steps or 1, **scoring)
 
 
