@@ -321,6 +321,3 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         models = [self.student(), *(t.model for t in teachers_of(self.teacher) if isinstance(t, ModelTeacher))]
         halves = (torch.bfloat16, torch.float16)
         return self.args.bf16 or self.args.fp16 or any(p.dtype in halves for m in models for p in m.parameters())
-
-    def _prepare_teacher(self, model: nn.Module) -> nn.Module:
-        return prepare_frozen(model, self.accelerator, stays=self.args.teacher_offload)
