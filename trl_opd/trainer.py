@@ -204,7 +204,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         if self.state.global_step == 0:
             for name, own_B in rows_by_teacher(self.teacher, rollout).items():
                 comparison = compare(rollout[own_B], teacher_logps_BT[own_B], self.vocab_size)
-                for verdict in comparison.verdicts(self.args.max_completion_length, half_precision=self._half_precision()):
+                for verdict in comparison.verdicts(self.args.max_completion_length, half_precision=self.half_precision()):
                     checks.warn(f"Teacher {name!r}: {verdict}" if name else verdict)
         reward_advantages_B = self._reward_advantages(rewards_BF).to(rollout.sampled_logps_BT)
         advantages_BT = self.compute_advantages(
@@ -316,7 +316,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
                 batch_size=self.args.per_device_train_batch_size,
             )
 
-    def _half_precision(self) -> bool:
+    def half_precision(self) -> bool:
         """Whether student or teacher computes in 16 bits."""
         models = [self.student(), *(t.model for t in teachers_of(self.teacher) if isinstance(t, ModelTeacher))]
         halves = (torch.bfloat16, torch.float16)

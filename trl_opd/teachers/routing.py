@@ -144,10 +144,14 @@ def rows_by_teacher(teacher: Teacher, rollout: Rollout) -> dict[str, Tensor]:
     return {"": torch.ones(len(rollout), dtype=torch.bool, device=rollout.ids_BT.device)}
 
 
+def named_teachers(teacher: Teacher) -> dict[str, Teacher]:
+    """The teachers that score, by name; one teacher has the name ""."""
+    return teacher.teachers if isinstance(teacher, RoutedTeacher) else {"": teacher}
+
+
 def teachers_of(teacher: Teacher) -> list[Teacher]:
     """The teachers that score, each once."""
-    several = teacher.teachers.values() if isinstance(teacher, RoutedTeacher) else [teacher]
-    return list({id(one): one for one in several}.values())
+    return list({id(one): one for one in named_teachers(teacher).values()}.values())
 
 
 def _args_of(name: str, several: dict[str, TeacherModel], args: OnPolicyDistillationConfig) -> OnPolicyDistillationConfig:
