@@ -77,6 +77,15 @@ def test_a_process_without_rows_of_a_teacher(
     assert_same_figures(one, several)
 
 
+def offloading(folder: str) -> None:
+    make_trainer(Path(folder), teacher_offload=True)
+
+
+def test_sharded_teachers_are_not_offloaded(two: Processes, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"teacher_offload is True, but under FSDP .* `fsdp_offload_params: true`"):
+        two.run("fsdp2", offloading, str(tmp_path))
+
+
 # ---- Self-teachers
 
 
