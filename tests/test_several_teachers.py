@@ -278,6 +278,8 @@ def test_names_that_do_not_fit(tmp_path: Path) -> None:
     assert_error(build(teacher_model={"x": make_model(1)}), "['y']", "['x']")
     assert_error(build(teacher_model={n: make_model(1) for n in "xyz"}), "no row for the teachers ['z']")
     assert_error(build(teacher_model={}), "empty dict")
+    p99 = {"train_dataset": make_dataset(8, teacher=["p99"] * 8), "teacher_model": {"p99": make_model(1)}}
+    assert_error(build(**p99), "teacher_kl/p99")
     assert_error(build(train_dataset=make_dataset()), "['x', 'y']", "no 'teacher' column", "['prompt']")
     assert_error(build(train_dataset=make_dataset(8, teacher=["x", "z"] * 4)), "['z']", "['x', 'y']")
     assert_error(build(train_dataset=make_dataset(8, teacher=["x", "x"] * 4)), "no row for the teachers ['y']")
