@@ -14,6 +14,8 @@ from .test_teachers import save_adapter
 DOCS = Path(__file__).parents[1] / "docs"
 
 
+# what is said of models that were never trained
+@pytest.mark.filterwarnings("ignore:.*(guessing|were cut|repeat themselves)")
 def test_teachers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for seed, name in enumerate(("student", "math-teacher")):

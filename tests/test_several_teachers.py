@@ -249,7 +249,7 @@ def test_evaluation_asks_the_teacher_of_each_datasets_name(tmp_path: Path, strea
     data: dict[str, Any] = two_datasets()
     eval_data = {name: part.to_iterable_dataset() for name, part in data.items()} if stream else data
     mixed = make_dataset(4, teacher=["x", "y"] * 2)
-    with pytest.warns(DistillationWarning, match="the teacher 'y' scores as the student does"):
+    with pytest.warns(DistillationWarning, match="Teacher 'y': .*the teacher scores as the student does"):
         trainer = make_trainer(
             tmp_path,
             train_dataset=data,

@@ -10,7 +10,6 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .advantage import reverse_kl
 from .batch import Rollout, ScoredBatch, check_shape
 from .config import OnPolicyDistillationConfig
 from .models import without_peft
@@ -280,19 +279,6 @@ def check_advantages(advantages_BT: Tensor) -> None:
         raise ValueError(
             f"{bad} of {advantages_BT.numel()} advantages (compute_advantages) are not finite, counting positions off the "
             "mask too, which must be 0. Bound what you compute them from."
-        )
-
-
-def check_teacher_differs(rollout: Rollout, teacher_logps_BT: Tensor, half_precision: bool, name: str = "") -> None:
-    """Warns if, before the first update, the teacher (of several, `name`) scores as the student: it has nothing to teach."""
-    kl = reverse_kl(rollout.sampled_logps_BT, teacher_logps_BT, rollout.mask_BT)[rollout.mask_BT]
-    rounding = 0.05 if half_precision else 1e-3  # equal models differ by 0.04 in bf16 (SmolLM2-135M), by 1e-6 in fp32
-    if kl.numel() and kl.abs().mean() < rounding:
-        warn(
-            f"teacher_kl is {float(kl.mean()):.1e} nats a token before the first update: the teacher "
-            f"{repr(name) + ' ' if name else ''}scores as the student does. Is it the model you meant, and did its weights or "
-            "adapter load? (A new adapter with teacher_model='base' starts here too, and 'self' where it sees the student's "
-            "prompt: student and teacher are then the same.)"
         )
 
 

@@ -73,6 +73,9 @@ class DistillationLoop(SavingTrainer):
     def _any_process(self, flag: bool) -> bool:
         return bool(cast(Tensor, self.accelerator.reduce(torch.tensor(int(flag), device=self.args.device))))
 
+    def _prepare_teacher(self, model: nn.Module) -> nn.Module:
+        return processes.prepare_frozen(model, self.accelerator, stays=self.args.teacher_offload)
+
     def scored_batch(self, rows: list[dict[str, Any]]) -> ScoredBatch:
         """Everything before the update of the policy."""
         raise NotImplementedError

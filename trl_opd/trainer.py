@@ -34,6 +34,7 @@ from . import checks, completions
 from .advantage import kl_advantages
 from .batch import Rollout, ScoredBatch
 from .callbacks import AfterStepCallback, DistillationProgressCallback
+from .comparison import compare
 from .config import OnPolicyDistillationConfig, as_dict
 from .data import prepare_eval, prepare_train
 from .logprobs import score_in_batches, score_tokens
@@ -42,7 +43,7 @@ from .loss import Stats, policy_loss
 from .metrics import record_rewards, record_rollout, record_update
 from .mixing import name_column
 from .models import base_name, eval_mode, load_student, load_tokenizer
-from .processes import fsdp_plugin, greatest, prepare_frozen
+from .processes import fsdp_plugin, greatest
 from .prompts import PromptEncoder
 from .rewards import RewardFunc, compute_rewards, reward_advantages, reward_names, weighted_rewards
 from .rng import forked_rng
@@ -203,7 +204,9 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         rollout, teacher_logps_BT, rewards_BF = self.rollout_and_scores(rows, TRAIN, self.state.global_step)
         if self.state.global_step == 0:
             for name, own_B in rows_by_teacher(self.teacher, rollout).items():
-                checks.check_teacher_differs(rollout[own_B], teacher_logps_BT[own_B], self._half_precision(), name)
+                comparison = compare(rollout[own_B], teacher_logps_BT[own_B], self.vocab_size)
+                for verdict in comparison.verdicts(self.args.max_completion_length, half_precision=self._half_precision()):
+                    checks.warn(f"Teacher {name!r}: {verdict}" if name else verdict)
         reward_advantages_B = self._reward_advantages(rewards_BF).to(rollout.sampled_logps_BT)
         advantages_BT = self.compute_advantages(
             rollout.sampled_logps_BT, teacher_logps_BT, rollout.mask_BT, reward_advantages_B
@@ -319,6 +322,3 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         models = [self.student(), *(t.model for t in teachers_of(self.teacher) if isinstance(t, ModelTeacher))]
         halves = (torch.bfloat16, torch.float16)
         return self.args.bf16 or self.args.fp16 or any(p.dtype in halves for m in models for p in m.parameters())
-
-    def _prepare_teacher(self, model: nn.Module) -> nn.Module:
-        return prepare_frozen(model, self.accelerator, stays=self.args.teacher_offload)

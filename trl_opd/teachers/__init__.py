@@ -1,6 +1,7 @@
 """Teachers: a rollout in, the log-probability of each of its tokens out. One kind a file."""
 
 from .adapter import AdapterTeacher as AdapterTeacher
+from .in_process import InProcessTeacher as InProcessTeacher
 from .loading import make_teacher as make_teacher
 from .model import ModelTeacher as ModelTeacher
 from .model import OffloadedTeacher as OffloadedTeacher

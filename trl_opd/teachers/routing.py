@@ -16,14 +16,13 @@ from ..batch import Rollout, check_shape
 from ..checks import TeacherModel
 from ..config import OnPolicyDistillationConfig, as_dict
 from ..models import base_name, teacher_adapters
-from .adapter import AdapterTeacher
+from .in_process import InProcessTeacher
 from .loading import make_teacher
-from .model import ModelTeacher, OffloadedTeacher
+from .model import OffloadedTeacher
 from .protocol import Teacher
-from .self_teacher import SelfTeacher, StudentTeacher
+from .self_teacher import SelfTeacher
 
 COLUMN = "teacher"
-IN_PROCESS = (ModelTeacher, AdapterTeacher, StudentTeacher)
 
 
 class RoutedTeacher:
@@ -58,7 +57,7 @@ class RoutedTeacher:
         for (teacher, where_B), own, all_make in zip(parts, passes, most, strict=True):
             part = rollout[where_B]
             asked = part
-            if own < all_make and isinstance(teacher, IN_PROCESS):
+            if own < all_make and isinstance(teacher, InProcessTeacher):
                 # in one call, since some teachers gather the weights of the outermost layers once a call
                 asked = part.with_stubs((all_make - 1) * self.batch_size + 1 - len(part))
             if len(asked):

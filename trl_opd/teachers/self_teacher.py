@@ -7,52 +7,42 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ..batch import Rollout
 from ..config import OnPolicyDistillationConfig
 from ..models import eval_mode, next_teacher_adapter
 from ..processes import reshard
 from .adapter import AdapterTeacher
-from .model import score_rollout
+from .in_process import InProcessTeacher
 from .protocol import Teacher
 
 
-class StudentTeacher:
+class StudentTeacher(InProcessTeacher):
     """Scores with the student as it is when it is asked.
 
     Args:
         student: Gives the student as it is now.
-        temperature: That of the rollouts.
-        vocab_size: Number of ids the policies range over.
-        batch_size: Sequences in a forward pass.
-        context: Most tokens the model can read; None for any number.
+        scoring: As for `InProcessTeacher`.
     """
 
-    def __init__(
-        self,
-        student: Callable[[], PreTrainedModel | PeftModel],
-        *,
-        temperature: float,
-        vocab_size: int,
-        batch_size: int,
-        context: int | None = None,
-    ) -> None:
+    def __init__(self, student: Callable[[], PreTrainedModel | PeftModel], **scoring: Any) -> None:
+        super().__init__(**scoring)
         self.student = student
-        self.temperature, self.vocab_size, self.batch_size, self.context = temperature, vocab_size, batch_size, context
 
-    def score(self, rollout: Rollout) -> Tensor:
-        """(B, T) nats; see `Teacher`."""
+    @contextmanager
+    def scoring_model(self) -> Iterator[nn.Module | Any]:
+        """Inside, the student in eval mode."""
         student = self.student()
         with eval_mode(student):
-            return score_rollout(student, rollout, self.temperature, self.vocab_size, self.batch_size, self.context)
+            yield student
 
 
 class SelfTeacher(AdapterTeacher):
@@ -63,7 +53,7 @@ class SelfTeacher(AdapterTeacher):
         adapter_name: That of the teacher's adapter.
         keep: What an update keeps of the teacher, 0 to take over the student's adapter as it is.
         every: Optimizer steps between updates.
-        scoring: As for `AdapterTeacher`.
+        scoring: As for `InProcessTeacher`.
     """
 
     def __init__(
