@@ -47,6 +47,9 @@ def train_two(folder: str, teachers: str, base: str, adapter: str, **more: Any) 
         peft_config=lora(init_lora_weights=False),
         teacher_model=teacher_model,
         train_dataset=data,
+        eval_dataset={"x": data["x"].select(range(3)), "y": data["y"]},
+        eval_strategy="steps",
+        eval_steps=2,
         prompts_per_step={"x": 3, "y": 1},
         max_steps=4,
         learning_rate=1e-3,
@@ -70,11 +73,20 @@ def test_a_process_without_rows_of_a_teacher(
     layout = {"per_device_train_batch_size": 2 // accumulation, "gradient_accumulation_steps": accumulation}
     several = two.run(how, train_two, str(tmp_path / how), teachers, *paths, **layout)
     if accumulation == 1:
-        assert several[0]["teachers"] == [["x", "x"]] * 4
-        assert several[1]["teachers"] == [["y", "x"]] * 4
+        training = [[rows for rows in result["teachers"] if len(rows) == 2] for result in several]  # an evaluation has 4, or 8
+        assert training == [[["x", "x"]] * 4, [["y", "x"]] * 4]
     assert in_order_of_one(several, shares=2 // accumulation) == one["written"]
     assert_same_weights(one, several)
     assert_same_figures(one, several)
+
+
+def offloading(folder: str) -> None:
+    make_trainer(Path(folder), teacher_offload=True)
+
+
+def test_sharded_teachers_are_not_offloaded(two: Processes, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"teacher_offload is True, but under FSDP .* `fsdp_offload_params: true`"):
+        two.run("fsdp2", offloading, str(tmp_path))
 
 
 # ---- Self-teachers

@@ -264,6 +264,8 @@ def test_evaluation_asks_the_teacher_of_each_datasets_name(tmp_path: Path, strea
     figures = {name: value for entry in before for name, value in entry.items()}
     assert abs(figures["eval_y_teacher_kl"]) < 1e-5 < 0.1 < figures["eval_x_teacher_kl"]
     assert 0 < figures["eval_both_teacher_kl"] < figures["eval_x_teacher_kl"] * 2
+    again = trainer.evaluate(data)  # given as a dict, as the trainer got it
+    assert again["eval_x_teacher_kl"] != again["eval_y_teacher_kl"]
     alone = make_trainer(tmp_path, teacher_model=make_model(1)).evaluate(data["x"])
     assert figures["eval_x_teacher_kl"] == pytest.approx(alone["eval_teacher_kl"], rel=1e-5)
 
@@ -276,6 +278,8 @@ def test_names_that_do_not_fit(tmp_path: Path) -> None:
     assert_error(build(teacher_model={"x": make_model(1)}), "['y']", "['x']")
     assert_error(build(teacher_model={n: make_model(1) for n in "xyz"}), "no row for the teachers ['z']")
     assert_error(build(teacher_model={}), "empty dict")
+    p99 = {"train_dataset": make_dataset(8, teacher=["p99"] * 8), "teacher_model": {"p99": make_model(1)}}
+    assert_error(build(**p99), "teacher_kl/p99")
     assert_error(build(train_dataset=make_dataset()), "['x', 'y']", "no 'teacher' column", "['prompt']")
     assert_error(build(train_dataset=make_dataset(8, teacher=["x", "z"] * 4)), "['z']", "['x', 'y']")
     assert_error(build(train_dataset=make_dataset(8, teacher=["x", "x"] * 4)), "no row for the teachers ['y']")

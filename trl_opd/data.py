@@ -81,13 +81,7 @@ def _mixed(
     return mixed
 
 
-def prepare_eval(
-    dataset: Any,
-    encoder: PromptEncoder,
-    own: TeacherPromptEncoder,
-    teachers: Collection[str],
-    args: OnPolicyDistillationConfig,
-) -> Any:
+def prepare_eval(dataset: Any, own: TeacherPromptEncoder, teachers: Collection[str]) -> Any:
     """The evaluation data, checked; where there are several teachers, each row has the name of its own."""
     if dataset is None:
         return None

@@ -42,6 +42,8 @@ class DistillationLoop(SavingTrainer):
     processing_class: PreTrainedTokenizerBase
     evaluators: list[Callable[[Any], dict[str, float]]]
     vocab_size: int
+    prepare_eval: Callable[[Any], Any]
+    """Checks evaluation data, and gives each row its teacher's name."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -173,6 +175,8 @@ class DistillationLoop(SavingTrainer):
         """
         with self._other_metrics(), forked_rng(), eval_mode(self.model):
             if eval_dataset is not None:
+                if isinstance(eval_dataset, dict):
+                    eval_dataset = self.prepare_eval(eval_dataset)
                 return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
             figures = super().evaluate(None, ignore_keys, metric_key_prefix) if self.eval_dataset else {}
             results = [evaluator(self) for evaluator in self.evaluators]

@@ -115,9 +115,10 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         self.reward_funcs = [reward_funcs] if callable(reward_funcs) else list(reward_funcs or [])
         self.reward_weights = checks.reward_weights(args, len(self.reward_funcs))
         self.evaluators = list(evaluators or [])
-        data = self.prompt_encoder, self.teacher_prompts, teacher_model if isinstance(teacher_model, dict) else (), args
-        train_data = None if train_dataset is None else prepare_train(train_dataset, *data)
-        eval_dataset = prepare_eval(eval_dataset, *data)
+        own = self.teacher_prompts, teacher_model if isinstance(teacher_model, dict) else ()
+        train_data = None if train_dataset is None else prepare_train(train_dataset, self.prompt_encoder, *own, args)
+        self.prepare_eval = lambda dataset: prepare_eval(dataset, *own)
+        eval_dataset = self.prepare_eval(eval_dataset)
         if eval_dataset is None and self.evaluators:
             eval_dataset = {}  # nothing to roll out, but Trainer must not refuse to evaluate
         super().__init__(

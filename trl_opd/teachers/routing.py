@@ -116,6 +116,8 @@ def make_teachers(
     several = given if isinstance(given, dict) else {"": given}
     if not several:
         raise ValueError("teacher_model is an empty dict. Give it a teacher for each dataset, or for each value of 'teacher'.")
+    if "p99" in several:
+        raise ValueError("A teacher has the name of a metric, teacher_kl/p99. Call it, and its dataset, something else.")
     made: dict[Any, Teacher] = {}
     by_name: dict[str, Teacher] = {}
     for name, teacher in several.items():
