@@ -52,6 +52,9 @@ CONFIG_FIELDS: dict[str, Any] = {
     "repetition_penalty": 1.0,
     "per_device_rollout_batch_size": None,
     "gather_for_generation": True,
+    "rollout_engine": "transformers",
+    "vllm_server_base_url": None,
+    "vllm_adapter_dir": None,
     "mask_truncated_completions": False,
     # objective
     "kl_penalty_coef": 1.0,

@@ -29,6 +29,7 @@ OBJECTIVE = [
     "world_size",
     "seed",
 ]
+ENGINES = ("transformers", "vllm")
 DICTS = ("model_init_kwargs", "teacher_model_init_kwargs", "chat_template_kwargs", "loss_fn_config")
 
 
@@ -119,6 +120,22 @@ class OnPolicyDistillationConfig(TrainingArguments):
             "Completions sampled at once on each device; unset: all of one optimizer step. Lower it to save memory."
         ),
     )
+    rollout_engine: str = field(
+        default="transformers",
+        metadata=_help(
+            "What samples: 'transformers' (the training process) or 'vllm' (servers, which get the LoRA adapter each time).",
+            choices=list(ENGINES),
+        ),
+    )
+    vllm_server_base_url: list[str] | None = field(
+        default=None,
+        metadata=_help("Of rollout_engine 'vllm': http://host:port of the server; several: replicas, which share the work."),
+    )
+    vllm_server_timeout: float = field(default=240.0, metadata=_help("TEMP"))
+    vllm_adapter_dir: str | None = field(
+        default=None,
+        metadata=_help("Where servers read the adapter from, under the same path as here; unset: in output_dir."),
+    )
     gather_for_generation: bool = field(
         default=True,
         metadata=_help(
@@ -186,6 +203,8 @@ class OnPolicyDistillationConfig(TrainingArguments):
             self.eval_on_start = False
         if self.greater_is_better is None and "_kl" in (self.metric_for_best_model or ""):
             self.greater_is_better = False  # TrainingArguments takes all for scores whose name does not end in "loss"
+        if isinstance(self.vllm_server_base_url, str):
+            self.vllm_server_base_url = [self.vllm_server_base_url]
         self._parse_dicts()
         super().__post_init__()
         accelerator_config = cast(AcceleratorConfig, self.accelerator_config)
@@ -236,10 +255,15 @@ class OnPolicyDistillationConfig(TrainingArguments):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1.")
-        for name in ("long_prompts", "kl_logps", "loss_reduction", "scale_rewards"):
+        for name in ("long_prompts", "kl_logps", "loss_reduction", "scale_rewards", "rollout_engine"):
             choices = self.__dataclass_fields__[name].metadata["choices"]
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is '{getattr(self, name)}'; it must be one of {', '.join(choices)}.")
+        if (self.rollout_engine == "vllm") != bool(self.vllm_server_base_url):
+            raise ValueError(
+                f"rollout_engine is '{self.rollout_engine}' and vllm_server_base_url is {self.vllm_server_base_url}: servers are "
+                "for rollout_engine='vllm', which needs at least one. Set both or neither."
+            )
         loss_settings(self.loss_fn, cast(dict[str, Any] | None, self.loss_fn_config))
         if self.train_sampling_strategy not in ("random", "sequential"):
             raise ValueError(

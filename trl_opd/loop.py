@@ -55,6 +55,7 @@ class DistillationLoop(SavingTrainer):
         self.progress = state.Progress()
         self._records: list[dict[str, Any]] = []  # of the last rollout, for log_completions
         self._updated: list[ScoredBatch] = []  # of the present rollout, for compute_post_kl
+        self._sampled_now = False  # whether no update has come since the last rollout of training
 
     def train(
         self,

@@ -44,7 +44,7 @@ from .processes import prepare_frozen
 from .prompts import PromptEncoder, check_dataset
 from .rewards import RewardFunc, compute_rewards, reward_advantages, reward_names, weighted_rewards
 from .rng import forked_rng
-from .rollout import RolloutEngine, TransformersEngine
+from .rollout import RolloutEngine, make_engine
 from .rows import Filler, Row, repeat_rows
 from .teachers import ModelTeacher, Teacher, make_teacher
 
@@ -125,14 +125,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         )
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(DistillationProgressCallback)
-        self.engine: RolloutEngine = TransformersEngine(
-            args,
-            stop_ids=checks.stop_token_ids(model, tokenizer),
-            pad_id=cast(int, tokenizer.pad_token_id),
-            vocab_size=self.vocab_size,
-            synced_gpus=self.is_fsdp_enabled,
-        )
-        self._engine_checked = False
+        self.engine: RolloutEngine = make_engine(args, model, tokenizer, synced_gpus=self.is_fsdp_enabled)
         self.teacher_name = teacher_model if isinstance(teacher_model, str) else base_name(teacher_model)
         self.teacher: Teacher = make_teacher(
             teacher_model, self.student, tokenizer, args, self._prepare_teacher, may_share_base=loaded_here
@@ -168,9 +161,8 @@ class OnPolicyDistillationTrainer(DistillationLoop):
             temperature=self.args.temperature,
             vocab_size=self.vocab_size,
         )
-        if self.state.global_step == 0 and not self._engine_checked:
-            checks.check_engine_agrees(logps_BT, batch)
-            self._engine_checked = True
+        if self._sampled_now:
+            self._compare_engine(logps_BT.detach(), batch)
         if self.args.kl_logps == "current":
             advantages_BT = self.compute_advantages(
                 logps_BT.detach(), batch.teacher_logps_BT, batch.mask_BT, batch.reward_advantages_B
@@ -187,6 +179,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         """Everything before the update: rollout, teacher, rewards, advantages."""
         rows = self.with_seeds(rows, self.train_shares, 0, TRAIN, self.state.global_step)
         rollout, teacher_logps_BT, rewards_BF = self.rollout_and_scores(rows, TRAIN, self.state.global_step)
+        self._sampled_now = True
         if self.state.global_step == 0:
             checks.check_teacher_differs(rollout, teacher_logps_BT, half_precision=self._half_precision())
         reward_advantages_B = self._reward_advantages(rewards_BF).to(rollout.sampled_logps_BT)
@@ -201,6 +194,8 @@ class OnPolicyDistillationTrainer(DistillationLoop):
 
     def rollout_and_scores(self, rows: list[dict[str, Any]], *stream: int) -> tuple[Rollout, Tensor, Tensor]:
         """Completions for `rows`, the teacher's log-probs of them (B, T) and their rewards (B, F); all are measured."""
+        with self.metrics.timed("sync"), self.accelerator.autocast():
+            self.engine.sync(self.student())
         with self.metrics.timed("rollout"), forked_rng(self.args.seed, *stream, self.accelerator.process_index):
             rollout = self.generate_rollout(rows)
         checks.check_rollout(rollout, len(rows))
@@ -277,6 +272,15 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         )
 
     # ---- Parts
+
+    def _compare_engine(self, logps_BT: Tensor, batch: ScoredBatch) -> None:
+        """Compares a rollout's log-probs with the trainer's own of the same weights; all processes must call this."""
+        self._sampled_now = False
+        gap_BT = torch.where(batch.mask_BT, (logps_BT - batch.sampled_logps_BT).abs(), 0.0)
+        sums = torch.stack([gap_BT.sum(), batch.mask_BT.sum().to(gap_BT)])
+        gap, count = cast(Tensor, self.accelerator.reduce(sums)).tolist()
+        if count:
+            checks.check_engine_agrees(gap / count, self.engine.max_gap, self.state.global_step)
 
     def _reward_advantages(self, rewards_BF: Tensor) -> Tensor:
         """(B,) of this process, centred and scaled among the rewards of all, each of which must call this."""

@@ -6,11 +6,21 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from ..batch import Completion
+from .loading import make_engine as make_engine
 from .transformers import TransformersEngine as TransformersEngine
+from .vllm import VLLMEngine as VLLMEngine
 
 
 class RolloutEngine(Protocol):
-    """Samples from the student. A second engine is a second class with this method."""
+    """Samples from the student. A second engine is a second class with these members."""
+
+    max_gap: float | None
+    """Nats a token by which the mean of its log-probs may differ from the trainer's of the same weights; more is an error.
+    None, where it samples from the trainer's own weights: then only the first rollout is compared, and a gap is warned of."""
+
+    def sync(self, model: PreTrainedModel | PeftModel) -> None:
+        """Makes it sample from `model`'s present weights; called before each rollout, by all processes at once."""
+        ...
 
     def generate(
         self, model: PreTrainedModel | PeftModel, prompts: list[list[int]], seeds: list[int] | None = None
@@ -24,6 +34,7 @@ class RolloutEngine(Protocol):
                 the batch. None: from the global generators, which the trainer seeds for each rollout and process.
 
         Returns:
-            As many completions, in order, each of at least one token.
+            As many completions, in order, each of at least one token; log-probs are under the whole softmax at the temperature,
+            also where top_p and its like truncate what is sampled.
         """
         ...
