@@ -65,3 +65,70 @@ def test_sampled_log_probs_are_the_trainers_before_and_after_updates(
             assert stopped or len(row) == 12
             assert not set(row[:-1]) & {1, 7}
     assert all(entry["time/sync"] > 0 for entry in trainer.state.log_history if "loss" in entry)
+
+
+def test_truncated_sampling_is_scored_by_the_whole_softmax(tiny_server: VLLMServer, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="truncated distribution"):
+        trainer = vllm_trainer(tmp_path, tiny_server, top_k=2, max_steps=1, learning_rate=1e-9)
+    trainer.train()
+    (rollout,) = trainer.rollouts
+    logits = trainer.student()(input_ids=rollout.ids_BT, attention_mask=rollout.attention_mask_BT.long()).logits[:, :-1, :43]
+    ranks = (logits > logits.gather(2, rollout.ids_BT[:, 1:, None].clamp(max=42))).sum(-1)[rollout.mask_BT[:, 1:]]
+    assert int(ranks.max()) <= 1
+    assert trainer.gaps[0] < 1e-4
+
+
+def test_a_resumed_run_publishes_before_its_first_rollout(tiny_server: VLLMServer, tmp_path: Path) -> None:
+    whole = vllm_trainer(tmp_path / "whole", tiny_server, max_steps=4, learning_rate=0.02)
+    whole.train()
+    first = vllm_trainer(tmp_path / "cut", tiny_server, max_steps=2, learning_rate=0.02, save_strategy="steps", save_steps=2)
+    first.train()
+    second = vllm_trainer(tmp_path / "cut", tiny_server, max_steps=4, learning_rate=0.02)
+    second.train(resume_from_checkpoint=str(tmp_path / "cut/checkpoint-2"))
+    assert len(second.gaps) == 2
+    assert max(second.gaps) < 1e-4
+    assert losses(second)[-2:] == pytest.approx(losses(whole)[-2:], rel=1e-3)
+
+
+def test_a_version_never_reads_the_cached_prefix_of_another(tiny_server: VLLMServer, tmp_path: Path) -> None:
+    """One prompt, longer than a block of vLLM's cache (128 tokens), before and after an update; each twice."""
+    prompt = "".join("0123456789+= abcdefghijklmnopqrstuvwxyz"[i * 17 % 39] for i in range(200))
+    data = make_dataset(1).map(lambda row: {"prompt": prompt})
+    settings = {"train_dataset": data, "num_generations": 4, "max_steps": 3, "learning_rate": 0.05}
+    settings["teacher_model"] = make_model(1, max_position_embeddings=256)
+    trainer = vllm_trainer(tmp_path, tiny_server, **settings)
+    trainer.train()
+    assert len(trainer.gaps) == 3
+    assert max(trainer.gaps) < 1e-4
+    assert all(len(row) > 200 for row in trainer.rollouts[0].ids_BT.tolist())
+
+
+def test_a_server_that_is_killed_and_started_again_gets_the_adapter_again(tiny_server: VLLMServer, tmp_path: Path) -> None:
+    """It is killed while the third step is rolled out, and loses every adapter; the run waits for it and goes on."""
+
+    class Killing(Recording):
+        def generate_rollout(self, rows: list[dict[str, Any]]) -> Any:
+            if self.state.global_step == 2:
+                tiny_server.stop()
+                threading.Timer(1.0, tiny_server.start, kwargs={"wait": False}).start()
+            return super().generate_rollout(rows)
+
+    trainer = vllm_trainer(tmp_path, tiny_server, cls=Killing, max_steps=4, learning_rate=0.02)
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert len(trainer.gaps) == 4
+    assert max(trainer.gaps) < 1e-4
+
+
+def test_a_server_with_another_base_is_refused(tiny_server: VLLMServer, tmp_path: Path) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(3)  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match=r"is not the student's base: .* differ by \d"):
+        vllm_trainer(tmp_path, tiny_server, model=model).train()
+
+
+def test_an_adapter_that_the_server_cannot_hold_is_told_in_its_words(tiny_server: VLLMServer, tmp_path: Path) -> None:
+    trainer = vllm_trainer(tmp_path, tiny_server, peft_config=lora(r=64), vllm_server_timeout=3.0)
+    with pytest.raises(Exception, match="LoRA rank 64 is greater than max_lora_rank 32"):
+        trainer.train()

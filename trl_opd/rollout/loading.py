@@ -75,7 +75,9 @@ def _served_base(servers: Servers, longest: int) -> str:
         bases: dict[str, Any] = {entry["id"]: entry for entry in answer["data"] if entry.get("parent") is None}
         name = servers.model or next(iter(bases), None)
         if name not in bases:
-            raise ValueError(f"{url} serves no base model '{name}'; it serves {sorted(bases)}. Name one of them after the '#'.")
+            raise ValueError(
+                f"{url} serves no base model '{name}'; it serves {sorted(bases)}. Name one of them after the '#'."
+            )
         context = bases[name].get("max_model_len")
         if context is not None and context < longest:
             raise ValueError(

@@ -113,7 +113,9 @@ def check_servable(model: PreTrainedModel | PeftModel) -> None:
     unknown = {
         f"its adapter is {config.peft_type}, not LoRA": config.peft_type != PeftType.LORA,
         "its adapter uses DoRA (use_dora)": settings.get("use_dora"),
-        f"its adapter trains whole modules (modules_to_save {settings.get('modules_to_save')})": settings.get("modules_to_save"),
+        f"its adapter trains whole modules (modules_to_save {settings.get('modules_to_save')})": settings.get(
+            "modules_to_save"
+        ),
         "its adapter trains rows of the embedding (trainable_token_indices)": settings.get("trainable_token_indices"),
         "its adapter has biases (lora_bias)": settings.get("lora_bias"),
         "its adapter is an activated one (aLoRA)": settings.get("alora_invocation_tokens"),
@@ -147,4 +149,6 @@ def _digest(state: dict[str, Tensor]) -> bytes:
 def _save(folder: Path, config: PeftConfig, state: dict[str, Tensor]) -> None:
     folder.mkdir(parents=True)
     config.save_pretrained(str(folder))
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, folder / "adapter_model.safetensors")
+    save_file(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, folder / "adapter_model.safetensors"
+    )
