@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,8 @@ import pytest
 import torch
 
 from trl_opd import OnPolicyDistillationTrainer
-from trl_opd.rollout.publisher import AdapterPublisher
-from trl_opd.servers import Servers
 
-from .helpers import lora, losses, make_dataset, make_model, make_trainer, weights
+from .helpers import lora, losses, make_dataset, make_model, make_trainer
 from .vllm_server import VLLMServer, tiny_model
 
 pytestmark = pytest.mark.vllm

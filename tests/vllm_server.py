@@ -1,4 +1,4 @@
-"""A real vLLM server on the CPU, for tests marked `vllm`; it runs in an environment of its own, which `make vllm-env` makes."""
+"""A real vLLM server on the CPU, for tests marked `vllm`, in an environment of its own, which `make vllm-env` makes."""
 
 from __future__ import annotations
 

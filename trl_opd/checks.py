@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .advantage import reverse_kl
-from .batch import Rollout, ScoredBatch, check_shape
+from .batch import Rollout, check_shape
 from .config import OnPolicyDistillationConfig
 from .models import without_peft
 from .prompts import PromptEncoder

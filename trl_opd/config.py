@@ -261,8 +261,8 @@ class OnPolicyDistillationConfig(TrainingArguments):
                 raise ValueError(f"{name} is '{getattr(self, name)}'; it must be one of {', '.join(choices)}.")
         if (self.rollout_engine == "vllm") != bool(self.vllm_server_base_url):
             raise ValueError(
-                f"rollout_engine is '{self.rollout_engine}' and vllm_server_base_url is {self.vllm_server_base_url}: servers are "
-                "for rollout_engine='vllm', which needs at least one. Set both or neither."
+                f"rollout_engine is '{self.rollout_engine}' and vllm_server_base_url is {self.vllm_server_base_url}: servers "
+                "are for rollout_engine='vllm', which needs at least one. Set both or neither."
             )
         loss_settings(self.loss_fn, cast(dict[str, Any] | None, self.loss_fn_config))
         if self.train_sampling_strategy not in ("random", "sequential"):

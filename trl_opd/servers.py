@@ -136,7 +136,7 @@ class Servers:
             self._wait(tries, began, path, "the request to each of them", self._replicas)
 
     def was_told(self, path: str, payload: Answer) -> None:
-        """Another process has told each replica this `lasting` request; here it is only repeated to one that has lost it."""
+        """The first process has told each replica this `lasting` request; here it is only repeated to one that has lost it."""
         with self._lock:
             self._lasting = (path, payload)
 

@@ -14,9 +14,13 @@ from .vllm import VLLMEngine as VLLMEngine
 class RolloutEngine(Protocol):
     """Samples from the student. A second engine is a second class with these members."""
 
-    max_gap: float | None
-    """Nats a token by which the mean of its log-probs may differ from the trainer's of the same weights; more is an error.
-    None, where it samples from the trainer's own weights: then only the first rollout is compared, and a gap is warned of."""
+    @property
+    def max_gap(self) -> float | None:
+        """Nats a token by which its log-probs may differ, in the mean, from the trainer's of the same weights.
+
+        More is an error. None, where it samples from the trainer's own weights: then a gap at the first rollout is warned of.
+        """
+        ...
 
     def sync(self, model: PreTrainedModel | PeftModel) -> None:
         """Makes it sample from `model`'s present weights; called before each rollout, by all processes at once."""
@@ -34,7 +38,7 @@ class RolloutEngine(Protocol):
                 the batch. None: from the global generators, which the trainer seeds for each rollout and process.
 
         Returns:
-            As many completions, in order, each of at least one token; log-probs are under the whole softmax at the temperature,
-            also where top_p and its like truncate what is sampled.
+            As many completions, in order, each of at least one token; log-probs are under the whole softmax at the
+            temperature, also where top_p and its like truncate what is sampled.
         """
         ...

@@ -12,7 +12,7 @@ import secrets
 import shutil
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import PartialState
@@ -53,32 +53,30 @@ class AdapterPublisher:
             ServerError: If no server takes it.
         """
         state = _trained_state(model)
-        version = on_first_process(lambda: self._publish(model, state))
-        if version != self.version:  # on the other processes
-            self.servers.was_told(LOAD, self._load_request(version))
-        self.version = version
+        load = on_first_process(lambda: self._publish(model, state))
+        if load is not None:
+            self.version = load["lora_name"]
+            self.servers.was_told(LOAD, load)
 
-    def _publish(self, model: PeftModel, state: dict[str, Tensor]) -> str:
-        """On the first process: saves and loads a new version and drops the one before; returns its name."""
+    def _publish(self, model: PeftModel, state: dict[str, Tensor]) -> dict[str, Any] | None:
+        """On the first process: saves and loads a new version, and drops the one before; returns the request that loads it."""
         digest = _digest(state)
         if self.version is not None and digest == self._digest:
-            return self.version
+            return None
         self._number += 1
         version, old = f"{self.run}-{self._number}", self.version
-        _save(self.folder / version, model.peft_config[model.active_adapter], state)
-        self._load(version)
+        _save(self.folder / version, model.active_peft_config, state)
+        # in place: a server that has it already takes it, too
+        load = {"lora_name": version, "lora_path": str(self.folder / version), "load_inplace": True}
+        self._load(load)
         if old is not None:
             self._drop(old)
-        self.version, self._digest = version, digest
-        return version
+        self._digest = digest
+        return load
 
-    def _load_request(self, version: str) -> dict[str, Any]:
-        # in place: a server that has it already takes it, too
-        return {"lora_name": version, "lora_path": str(self.folder / version), "load_inplace": True}
-
-    def _load(self, version: str) -> None:
+    def _load(self, request: dict[str, Any]) -> None:
         try:
-            self.servers.tell_each(LOAD, self._load_request(version), lasting=True)
+            self.servers.tell_each(LOAD, request, lasting=True)
         except RequestRefused as refused:
             raise RequestRefused(
                 f"{refused} The server must run with --enable-lora and the environment variable "
@@ -124,8 +122,8 @@ def check_servable(model: PreTrainedModel | PeftModel) -> None:
     for what, found in unknown.items():
         if found:
             raise ValueError(
-                f"rollout_engine='vllm' sends the servers a plain LoRA adapter, but the student cannot be sent so: {what}. Use "
-                "a LoraConfig without it, or rollout_engine='transformers'."
+                f"rollout_engine='vllm' sends the servers a plain LoRA adapter, but the student cannot be sent so: {what}. "
+                "Use a LoraConfig without it, or rollout_engine='transformers'."
             )
 
 
@@ -134,7 +132,7 @@ def _trained_state(model: PeftModel) -> dict[str, Tensor]:
     state = gathered_state(model) if isinstance(model, FSDPModule) else None
     if not PartialState().is_main_process:
         return {}
-    return get_peft_model_state_dict(model, state, model.active_adapter, save_embedding_layers=False)
+    return get_peft_model_state_dict(model, state, cast(str, model.active_adapter), save_embedding_layers=False)
 
 
 def _digest(state: dict[str, Tensor]) -> bytes:
@@ -142,7 +140,7 @@ def _digest(state: dict[str, Tensor]) -> bytes:
     digest = hashlib.blake2b()
     for name in sorted(state):
         digest.update(name.encode())
-        digest.update(state[name].detach().cpu().contiguous().view(torch.uint8).numpy())
+        digest.update(state[name].detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.digest()
 
 
