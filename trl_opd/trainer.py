@@ -46,7 +46,7 @@ from .rewards import RewardFunc, compute_rewards, reward_advantages, reward_name
 from .rng import forked_rng
 from .rollout import RolloutEngine, TransformersEngine
 from .rows import Filler, Row, repeat_rows
-from .teachers import ModelTeacher, Teacher, make_teacher
+from .teachers import ModelTeacher, ServerTeacher, Teacher, make_teacher, teacher_name
 
 Evaluator = Callable[["OnPolicyDistillationTrainer"], dict[str, float]]
 
@@ -60,7 +60,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
     Args:
         model: The student: an id or path (of an adapter, too: it is trained on), a model, or a PeftModel.
         teacher_model: The teacher: an id, a path or a model, or "base" for the student's own base with its adapter off, which
-            takes no memory. Unset: `args.teacher_model_name_or_path`.
+            takes no memory, or the URL of a vLLM server (a list: of its replicas). Unset: `args.teacher_model_name_or_path`.
         args: Settings.
         train_dataset: Has a `prompt` column, texts or lists of messages; other columns go to the reward functions. Where
             it has a `teacher_prompt`, the teacher sees that in place of the prompt (privileged context).
@@ -80,7 +80,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
     def __init__(
         self,
         model: str | PreTrainedModel | PeftModel,
-        teacher_model: str | PreTrainedModel | PeftModel | None = None,
+        teacher_model: str | list[str] | PreTrainedModel | PeftModel | None = None,
         args: OnPolicyDistillationConfig | None = None,
         train_dataset: datasets.Dataset | datasets.IterableDataset | None = None,
         eval_dataset: datasets.Dataset | datasets.IterableDataset | dict[str, datasets.Dataset] | None = None,
@@ -133,10 +133,10 @@ class OnPolicyDistillationTrainer(DistillationLoop):
             synced_gpus=self.is_fsdp_enabled,
         )
         self._engine_checked = False
-        self.teacher_name = teacher_model if isinstance(teacher_model, str) else base_name(teacher_model)
         self.teacher: Teacher = make_teacher(
             teacher_model, self.student, tokenizer, args, self._prepare_teacher, may_share_base=loaded_here
         )
+        self.teacher_name = teacher_name(teacher_model, self.teacher)
 
     # ---- The algorithm
 
@@ -201,11 +201,11 @@ class OnPolicyDistillationTrainer(DistillationLoop):
 
     def rollout_and_scores(self, rows: list[dict[str, Any]], *stream: int) -> tuple[Rollout, Tensor, Tensor]:
         """Completions for `rows`, the teacher's log-probs of them (B, T) and their rewards (B, F); all are measured."""
-        with self.metrics.timed("rollout"), forked_rng(self.args.seed, *stream, self.accelerator.process_index):
+        with self.metrics.timed("rollout"), forked_rng(self.args.seed, *stream, self.accelerator.process_index), self.served():
             rollout = self.generate_rollout(rows)
         checks.check_rollout(rollout, len(rows))
         rollout, real_B = rollout.without_fillers(), rollout.real_B
-        with self.metrics.timed("teacher"):
+        with self.metrics.timed("teacher"), self.served():
             teacher_logps_BT = self.score_with_teacher(rollout)
         checks.check_scores(rollout, teacher_logps_BT, self.args.kl_clip)
         ids = rollout.completion_ids()
@@ -303,7 +303,8 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         """Whether student or teacher computes in 16 bits."""
         models = [self.student(), *([self.teacher.model] if isinstance(self.teacher, ModelTeacher) else [])]
         halves = (torch.bfloat16, torch.float16)
-        return self.args.bf16 or self.args.fp16 or any(p.dtype in halves for m in models for p in m.parameters())
+        on_server = isinstance(self.teacher, ServerTeacher)  # which does not say; most compute in bf16
+        return on_server or self.args.bf16 or self.args.fp16 or any(p.dtype in halves for m in models for p in m.parameters())
 
     def _teacher_prompts(self, rows: list[dict[str, Any]]) -> list[list[int]] | None:
         if not any("teacher_prompt" in row for row in rows):
