@@ -38,6 +38,7 @@ CONFIG_FIELDS: dict[str, Any] = {
     "trust_remote_code": False,
     "teacher_model_name_or_path": None,
     "teacher_model_init_kwargs": None,
+    "vllm_server_timeout": 240.0,
     # prompts
     "max_prompt_length": None,
     "long_prompts": "truncate",

@@ -71,7 +71,8 @@ def test_truncated_sampling_is_scored_by_the_whole_softmax(tiny_server: VLLMServ
     logits = trainer.student()(input_ids=rollout.ids_BT, attention_mask=rollout.attention_mask_BT.long()).logits[:, :-1, :43]
     ranks = (logits > logits.gather(2, rollout.ids_BT[:, 1:, None].clamp(max=42))).sum(-1)[rollout.mask_BT[:, 1:]]
     assert int(ranks.max()) <= 1
-    assert trainer.gaps[0] < 1e-4
+    assert trainer.gaps[0] > 0.1  # of what the server says
+    assert trainer.state.log_history[0]["sampler_kl/v2"] < 1e-9  # of what is trained on
 
 
 def test_a_resumed_run_publishes_before_its_first_rollout(tiny_server: VLLMServer, tmp_path: Path) -> None:

@@ -179,14 +179,14 @@ def check_devices(num_gpus: int) -> None:
 
 
 def teacher_given(
-    teacher: str | PreTrainedModel | PeftModel | None, args: OnPolicyDistillationConfig
-) -> str | PreTrainedModel | PeftModel:
+    teacher: str | list[str] | PreTrainedModel | PeftModel | None, args: OnPolicyDistillationConfig
+) -> str | list[str] | PreTrainedModel | PeftModel:
     """The teacher of the constructor, else that of the settings."""
     given = teacher if teacher is not None else args.teacher_model_name_or_path
     if given is None:
         raise ValueError(
-            "There is no teacher. Pass teacher_model (an id, a path, a model, or 'base' for the student without its "
-            "adapter), or set teacher_model_name_or_path."
+            "There is no teacher. Pass teacher_model (an id, a path, a model, the URL of a vLLM server, or 'base' for the "
+            "student without its adapter), or set teacher_model_name_or_path."
         )
     return given
 

@@ -78,11 +78,18 @@ class OnPolicyDistillationConfig(TrainingArguments):
     trust_remote_code: bool = field(default=False, metadata=_help("Allow models and tokenizers that ship Python code."))
     teacher_model_name_or_path: str | None = field(
         default=None,
-        metadata=_help("Teacher: a model id, a path (a model's or an adapter's), or 'base': the student without its adapter."),
+        metadata=_help(
+            "Teacher: a model id, a path (a model's or an adapter's), 'base': the student without its adapter, or the URL of "
+            "a vLLM server, 'http://host:8000' or 'http://host:8000#served-name'."
+        ),
     )
     teacher_model_init_kwargs: dict[str, Any] | str | None = field(
         default=None,
         metadata=_help("Keyword arguments of `from_pretrained` for the teacher. dtype: the checkpoint's own."),
+    )
+    vllm_server_timeout: float = field(
+        default=240.0,
+        metadata=_help("Seconds for which a request to a vLLM server is tried again, and a server waited for at the start."),
     )
 
     # Prompts
@@ -131,7 +138,6 @@ class OnPolicyDistillationConfig(TrainingArguments):
         default=None,
         metadata=_help("Of rollout_engine 'vllm': http://host:port of the server; several: replicas, which share the work."),
     )
-    vllm_server_timeout: float = field(default=240.0, metadata=_help("TEMP"))
     vllm_adapter_dir: str | None = field(
         default=None,
         metadata=_help("Where servers read the adapter from, under the same path as here; unset: in output_dir."),
@@ -250,6 +256,8 @@ class OnPolicyDistillationConfig(TrainingArguments):
             raise ValueError(f"kl_discount_factor is {self.kl_discount_factor}; it must lie between 0 and 1.")
         if self.kl_clip is not None and self.kl_clip <= 0:
             raise ValueError(f"kl_clip is {self.kl_clip} nats; a bound must be > 0. Leave it out for no bound.")
+        if not self.vllm_server_timeout > 0:
+            raise ValueError(f"vllm_server_timeout is {self.vllm_server_timeout} s; it must be > 0 (240 is the default).")
         counts = ("num_generations", "max_completion_length", "num_substeps")
         for name in (*counts, "max_prompt_length", "per_device_rollout_batch_size"):
             value = getattr(self, name)

@@ -13,6 +13,8 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from peft import PeftConfig
 
+from .replica import is_url
+
 CITATION = """```bibtex
 @misc{lu2025onpolicydistillation,
   title  = {On-Policy Distillation},
@@ -32,7 +34,8 @@ class CardFacts:
     name: str
     """Of the repository the model can be loaded from."""
     student: str
-    """Hub id or path; empty if it was made in memory. So also `teacher`, which may be "base", the student's own."""
+    """Hub id or path; empty if it was made in memory. So also `teacher`, which may be "base", the student's own, or a URL with
+    the served name as its fragment."""
     teacher: str
     objective: dict[str, Any]
     lora: PeftConfig | None
@@ -116,6 +119,9 @@ def _name(model: str) -> str:
 
 
 def _teacher(teacher: str) -> str:
+    if is_url(teacher):  # where the server was is nobody else's business
+        served = teacher.partition("#")[2]
+        return f"{_name(served) if '/' in served and _is_hub_id(served) else f'`{Path(served).name}`'} (on a vLLM server)"
     return "its own base model (the adapter switched off)" if teacher == "base" else _name(teacher)
 
 

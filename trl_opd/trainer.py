@@ -46,7 +46,7 @@ from .rewards import RewardFunc, compute_rewards, reward_advantages, reward_name
 from .rng import forked_rng
 from .rollout import RolloutEngine, make_engine
 from .rows import Filler, Row, repeat_rows
-from .teachers import ModelTeacher, Teacher, make_teacher
+from .teachers import ModelTeacher, ServerTeacher, Teacher, make_teacher, teacher_name
 
 Evaluator = Callable[["OnPolicyDistillationTrainer"], dict[str, float]]
 
@@ -60,7 +60,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
     Args:
         model: The student: an id or path (of an adapter, too: it is trained on), a model, or a PeftModel.
         teacher_model: The teacher: an id, a path or a model, or "base" for the student's own base with its adapter off, which
-            takes no memory. Unset: `args.teacher_model_name_or_path`.
+            takes no memory, or the URL of a vLLM server (a list: of its replicas). Unset: `args.teacher_model_name_or_path`.
         args: Settings.
         train_dataset: Has a `prompt` column, texts or lists of messages; other columns go to the reward functions. Where
             it has a `teacher_prompt`, the teacher sees that in place of the prompt (privileged context).
@@ -80,7 +80,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
     def __init__(
         self,
         model: str | PreTrainedModel | PeftModel,
-        teacher_model: str | PreTrainedModel | PeftModel | None = None,
+        teacher_model: str | list[str] | PreTrainedModel | PeftModel | None = None,
         args: OnPolicyDistillationConfig | None = None,
         train_dataset: datasets.Dataset | datasets.IterableDataset | None = None,
         eval_dataset: datasets.Dataset | datasets.IterableDataset | dict[str, datasets.Dataset] | None = None,
@@ -126,10 +126,10 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(DistillationProgressCallback)
         self.engine: RolloutEngine = make_engine(args, model, tokenizer, synced_gpus=self.is_fsdp_enabled)
-        self.teacher_name = teacher_model if isinstance(teacher_model, str) else base_name(teacher_model)
         self.teacher: Teacher = make_teacher(
             teacher_model, self.student, tokenizer, args, self._prepare_teacher, may_share_base=loaded_here
         )
+        self.teacher_name = teacher_name(teacher_model, self.teacher)
 
     # ---- The algorithm
 
@@ -162,7 +162,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
             vocab_size=self.vocab_size,
         )
         if self._sampled_now:
-            self._compare_engine(logps_BT.detach(), batch)
+            self.compare_engine(logps_BT.detach(), batch)
         if self.args.kl_logps == "current":
             advantages_BT = self.compute_advantages(
                 logps_BT.detach(), batch.teacher_logps_BT, batch.mask_BT, batch.reward_advantages_B
@@ -196,11 +196,13 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         """Completions for `rows`, the teacher's log-probs of them (B, T) and their rewards (B, F); all are measured."""
         with self.metrics.timed("sync"), self.accelerator.autocast():
             self.engine.sync(self.student())
-        with self.metrics.timed("rollout"), forked_rng(self.args.seed, *stream, self.accelerator.process_index):
+        with self.metrics.timed("rollout"), forked_rng(self.args.seed, *stream, self.accelerator.process_index), self.served():
             rollout = self.generate_rollout(rows)
+        if self.args.truncates_sampling and not self.engine.whole_softmax:
+            rollout = rollout.with_sampled_logps(self.student_logps(rollout))
         checks.check_rollout(rollout, len(rows))
         rollout, real_B = rollout.without_fillers(), rollout.real_B
-        with self.metrics.timed("teacher"):
+        with self.metrics.timed("teacher"), self.served():
             teacher_logps_BT = self.score_with_teacher(rollout)
         checks.check_scores(rollout, teacher_logps_BT, self.args.kl_clip)
         ids = rollout.completion_ids()
@@ -273,15 +275,6 @@ class OnPolicyDistillationTrainer(DistillationLoop):
 
     # ---- Parts
 
-    def _compare_engine(self, logps_BT: Tensor, batch: ScoredBatch) -> None:
-        """Compares a rollout's log-probs with the trainer's own of the same weights; all processes must call this."""
-        self._sampled_now = False
-        gap_BT = torch.where(batch.mask_BT, (logps_BT - batch.sampled_logps_BT).abs(), 0.0)
-        sums = torch.stack([gap_BT.sum(), batch.mask_BT.sum().to(gap_BT)])
-        gap, count = cast(Tensor, self.accelerator.reduce(sums)).tolist()
-        if count:
-            checks.check_engine_agrees(gap / count, self.engine.max_gap, self.state.global_step)
-
     def _reward_advantages(self, rewards_BF: Tensor) -> Tensor:
         """(B,) of this process, centred and scaled among the rewards of all, each of which must call this."""
         shares = gather_object([rewards_BF])
@@ -307,7 +300,8 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         """Whether student or teacher computes in 16 bits."""
         models = [self.student(), *([self.teacher.model] if isinstance(self.teacher, ModelTeacher) else [])]
         halves = (torch.bfloat16, torch.float16)
-        return self.args.bf16 or self.args.fp16 or any(p.dtype in halves for m in models for p in m.parameters())
+        on_server = isinstance(self.teacher, ServerTeacher)  # which does not say; most compute in bf16
+        return on_server or self.args.bf16 or self.args.fp16 or any(p.dtype in halves for m in models for p in m.parameters())
 
     def _teacher_prompts(self, rows: list[dict[str, Any]]) -> list[list[int]] | None:
         if not any("teacher_prompt" in row for row in rows):

@@ -22,6 +22,14 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    @property
+    def whole_softmax(self) -> bool:
+        """Whether its log-probs are under the whole softmax also where top_p and its like truncate what is sampled.
+
+        Otherwise the trainer computes them itself.
+        """
+        ...
+
     def sync(self, model: PreTrainedModel | PeftModel) -> None:
         """Makes it sample from `model`'s present weights; called before each rollout, by all processes at once."""
         ...
@@ -38,7 +46,6 @@ class RolloutEngine(Protocol):
                 the batch. None: from the global generators, which the trainer seeds for each rollout and process.
 
         Returns:
-            As many completions, in order, each of at least one token; log-probs are under the whole softmax at the
-            temperature, also where top_p and its like truncate what is sampled.
+            As many completions, in order, each of at least one token.
         """
         ...

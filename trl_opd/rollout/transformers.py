@@ -60,6 +60,7 @@ class TransformersEngine:
         self.synced_gpus = synced_gpus
 
     max_gap = None
+    whole_softmax = True
 
     def sync(self, model: PreTrainedModel | PeftModel) -> None:
         """Nothing to do: it samples from the weights that are trained."""

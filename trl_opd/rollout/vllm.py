@@ -12,7 +12,6 @@ How this differs from asking a server as it is:
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,11 +21,10 @@ from transformers import PreTrainedModel
 
 from ..batch import Completion, Rollout
 from ..config import OnPolicyDistillationConfig
-from ..logprobs import score_in_batches
-from ..models import eval_mode
 from ..processes import on_first_process
 from ..servers import BadAnswer, Servers
 from ..teachers import AdapterTeacher
+from ..teachers.server import prompt_logps, scoring_request
 from .publisher import AdapterPublisher
 
 COMPLETIONS = "/v1/completions"
@@ -66,6 +64,7 @@ class VLLMEngine:
         self.stop_ids = [token for token in stop_ids if token < vocab_size]  # a server refuses ids that it does not have
         self.vocab_size, self.num_rows, self.probe_ids = vocab_size, num_rows, probe_ids
         self.max_gap: float | None = None
+        self.whole_softmax = False
 
     def sync(self, model: PreTrainedModel | PeftModel) -> None:
         """Publishes the adapter if it has changed; see `RolloutEngine`."""
@@ -82,10 +81,7 @@ class VLLMEngine:
         if seeds is None:
             seeds = torch.randint(2**62, (len(prompts),)).tolist()
         payloads = [self._payload(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
-        completions = self.servers.ask_all(
-            COMPLETIONS, payloads, lambda number, answer: self._completion(prompts[number], answer)
-        )
-        return self._rescored(model, prompts, completions) if self.args.truncates_sampling else completions
+        return self.servers.ask_all(COMPLETIONS, payloads, lambda number, answer: self._completion(prompts[number], answer))
 
     def _payload(self, prompt: list[int], seed: int) -> dict[str, Any]:
         return {
@@ -134,26 +130,6 @@ class VLLMEngine:
             raise BadAnswer("a log-prob in it is not finite")
         return Completion(ids=ids, logps=logps, stopped=stops[-1])
 
-    def _rescored(
-        self, model: PreTrainedModel | PeftModel, prompts: list[list[int]], completions: list[Completion]
-    ) -> list[Completion]:
-        """The completions with log-probs under the whole softmax, where the server's are under what truncation leaves of it.
-
-        Under FSDP all processes must call this.
-        """
-        rollout = Rollout.build(prompts, completions, [{}] * len(prompts), pad_id=0, device=self.args.device)
-        with eval_mode(model):
-            logps_BT = score_in_batches(
-                model,
-                rollout.ids_BT,
-                rollout.attention_mask_BT,
-                temperature=self.args.temperature,
-                vocab_size=self.vocab_size,
-                batch_size=self.args.per_device_train_batch_size,
-            )
-        rows = zip(prompts, completions, logps_BT.tolist(), strict=True)
-        return [replace(c, logps=logps[len(prompt) : len(prompt) + len(c.ids)]) for prompt, c, logps in rows]
-
     # ---- The server's base and the student's
 
     def _base_logps(self, model: PeftModel) -> Tensor:
@@ -164,38 +140,39 @@ class VLLMEngine:
         return base.score(probe)[0].cpu()
 
     def _compare(self, ours_T: Tensor) -> float:
-        """The gap, in nats a token, up to which the server's weights count as the trainer's: twice that of the bases.
+        """The gap, in nats a token, up to which the servers' weights count as the trainer's: twice that of the bases.
 
         Raises:
-            ValueError: If the server serves another base, or its log-probs do not follow the temperature.
+            ValueError: If a server has another base, or its log-probs do not follow the temperature.
         """
-        request = {"model": self.base, "prompt": self.probe_ids, "max_tokens": 1, "temperature": 1.0}
-        theirs_T = self.servers.ask(COMPLETIONS, {**request, "prompt_logprobs": 0}, self._prompt_logps)
-        gap = float((theirs_T - ours_T)[1:].abs().mean())
-        if not gap < DIFFERENT_BASE:
-            raise ValueError(
-                f"The model '{self.base}' on {self.servers.urls[0]} is not the student's base: its log-probs of a probe text "
-                f"differ by {gap:.2f} nats a token from those of the student without its adapter. Serve the base that the "
-                "student is trained on, with the same quantisation."
-            )
-        if self.args.temperature != 1 and not self.args.truncates_sampling:
-            likeliest = [
-                self.servers.ask(COMPLETIONS, {**request, "logprobs": 1, "temperature": temperature}, _likeliest)
-                for temperature in (1.0, 2.0)
-            ]
-            if abs(likeliest[0] - likeliest[1]) < 1e-4:
+        gaps = []
+        for url in self.servers.urls:
+            server = Servers([url], timeout=self.servers.timeout)
+            request, ids = scoring_request(self.base, self.probe_ids, 1.0), self.probe_ids
+            theirs = server.ask(COMPLETIONS, request, lambda answer: prompt_logps(answer, ids, 1))
+            gaps.append(float((torch.tensor(theirs) - ours_T[1:]).abs().mean()))
+            if not gaps[-1] < DIFFERENT_BASE:
                 raise ValueError(
-                    f"The log-probs of {self.servers.urls[0]} are the same at every temperature, but temperature is "
-                    f"{self.args.temperature}: they are not those of the distribution that it samples from. Start it with "
-                    "--logprobs-mode processed_logprobs."
+                    f"The model '{self.base}' on {url} is not the student's base: its log-probs of a probe text differ by "
+                    f"{gaps[-1]:.2f} nats a token from those of the student without its adapter. Serve the base that the "
+                    "student is trained on, with the same quantisation."
                 )
-        return max(LEAST_GAP, 2 * gap)
+            if self.args.temperature != 1 and not self.args.truncates_sampling:
+                self._check_temperature(server)
+        return max(LEAST_GAP, 2 * max(gaps))
 
-    def _prompt_logps(self, answer: dict[str, Any]) -> Tensor:
-        entries = answer["choices"][0]["prompt_logprobs"]
-        found = [entry[str(token)]["logprob"] for token, entry in zip(self.probe_ids[1:], entries[1:], strict=True)]
-        return torch.tensor([0.0, *found])
+    def _check_temperature(self, server: Servers) -> None:
+        """Raises ValueError if the log-probs of what `server` samples are the same at any temperature."""
+        requests = [{**scoring_request(self.base, self.probe_ids, at), "logprobs": 1} for at in (1.0, 2.0)]
+        one, other = (server.ask(COMPLETIONS, request, _likeliest) for request in requests)
+        if abs(one - other) < 1e-4:
+            raise ValueError(
+                f"The log-probs of {server.urls[0]} are the same at every temperature, but temperature is "
+                f"{self.args.temperature}: they are not those of the distribution that it samples from. Start it with "
+                "--logprobs-mode processed_logprobs."
+            )
 
 
 def _likeliest(answer: dict[str, Any]) -> float:
+    """Log-prob of the likeliest token after a prompt, nats."""
     return max(answer["choices"][0]["logprobs"]["top_logprobs"][0].values())

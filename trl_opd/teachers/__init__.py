@@ -7,7 +7,9 @@ from torch import Tensor
 from ..batch import Rollout
 from .adapter import AdapterTeacher as AdapterTeacher
 from .loading import make_teacher as make_teacher
+from .loading import teacher_name as teacher_name
 from .model import ModelTeacher as ModelTeacher
+from .server import ServerTeacher as ServerTeacher
 
 
 class Teacher(Protocol):

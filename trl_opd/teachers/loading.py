@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 from peft import PeftConfig, PeftModel
 from torch import nn
@@ -21,24 +22,28 @@ from ..models import (
     load_tokenizer,
     rewrites_base,
 )
+from ..replica import is_url
 from .adapter import AdapterTeacher
 from .model import ModelTeacher
+from .probe import server_teacher
+from .server import ServerTeacher
 
 
 def make_teacher(
-    teacher: str | PreTrainedModel | PeftModel,
+    teacher: str | list[str] | PreTrainedModel | PeftModel,
     student: Callable[[], PreTrainedModel | PeftModel],
     tokenizer: PreTrainedTokenizerBase,
     args: OnPolicyDistillationConfig,
     prepare: Callable[[nn.Module], nn.Module],
     *,
     may_share_base: bool,
-) -> AdapterTeacher | ModelTeacher:
+) -> AdapterTeacher | ModelTeacher | ServerTeacher:
     """Makes the teacher that `teacher` names.
 
     Args:
         teacher: "base" (the student without its adapter), an id or path of a model or adapter, or a model. An adapter on the
-            student's own base is put on the student's weights where it can be; any other teacher is a model of its own.
+            student's own base is put on the student's weights where it can be; any other teacher is a model of its own. Or
+            the URL of a vLLM server, or a list of those of its replicas.
         student: Gives the student.
         tokenizer: The student's.
         args: The trainer's settings.
@@ -49,12 +54,17 @@ def make_teacher(
     Raises:
         ValueError: If the teacher cannot score what the student writes.
     """
-    if args.teacher_model_init_kwargs and (teacher == "base" or not isinstance(teacher, str)):
+    urls = server_urls(teacher)
+    if args.teacher_model_init_kwargs and (urls or teacher == "base" or not isinstance(teacher, str)):
         found = "'base', which is not loaded at all" if teacher == "base" else "loaded already"
+        found = "on a server, which loads it itself" if urls else found
         raise ValueError(
             f"teacher_model_init_kwargs is {args.teacher_model_init_kwargs}, but the teacher is {found}. Leave it out, or "
             "pass the teacher's name or path as teacher_model."
         )
+    if urls:
+        return server_teacher(urls, student(), tokenizer, args)
+    teacher = cast(str | PreTrainedModel | PeftModel, teacher)
     scoring = {
         "temperature": args.temperature,
         "vocab_size": policy_vocab_size(tokenizer),
@@ -65,6 +75,26 @@ def make_teacher(
         return AdapterTeacher(student, name, context=context_length(student()), **scoring)
     model = load_teacher(teacher, student(), tokenizer, args)
     return ModelTeacher(prepare(model), context=context_length(model), **scoring)
+
+
+def teacher_name(teacher: str | list[str] | PreTrainedModel | PeftModel, made: object) -> str:
+    """How the model card is told of the teacher: "base", an id, a path, or a URL with the served name as its fragment."""
+    if isinstance(made, ServerTeacher):
+        return made.name
+    return teacher if isinstance(teacher, str) else base_name(cast(PreTrainedModel | PeftModel, teacher))
+
+
+def server_urls(teacher: object) -> list[str]:
+    """The URLs of the servers that the teacher is on; none if it is on none.
+
+    Raises:
+        ValueError: If a list holds anything else.
+    """
+    if isinstance(teacher, list) and not (teacher and all(map(is_url, teacher))):
+        raise ValueError(
+            f"teacher_model is the list {teacher}; a list means replicas of one teacher, URLs such as 'http://localhost:8000'."
+        )
+    return teacher if isinstance(teacher, list) else [teacher] if isinstance(teacher, str) and is_url(teacher) else []
 
 
 def load_teacher(
