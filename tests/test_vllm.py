@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from heal_pruned import load_smollm2, questions
 
-from trl_opd import OnPolicyDistillationTrainer
+from trl_opd import DistillationWarning, OnPolicyDistillationTrainer
 
 from .helpers import lora, losses, make_dataset, make_model, make_trainer
 from .vllm_server import VLLMServer, tiny_model
@@ -107,7 +107,7 @@ def test_a_server_that_is_killed_and_started_again_gets_the_adapter_again(tiny_s
         def generate_rollout(self, rows: list[dict[str, Any]]) -> Any:
             if self.state.global_step == 2:
                 tiny_server.stop()
-                threading.Timer(1.0, tiny_server.start, kwargs={"wait": False}).start()
+                tiny_server.start(wait=False)
             return super().generate_rollout(rows)
 
     trainer = vllm_trainer(tmp_path, tiny_server, cls=Killing, max_steps=4, learning_rate=0.02)
@@ -129,3 +129,41 @@ def test_an_adapter_that_the_server_cannot_hold_is_told_in_its_words(tiny_server
     trainer = vllm_trainer(tmp_path, tiny_server, peft_config=lora(r=64), vllm_server_timeout=3.0)
     with pytest.raises(Exception, match="LoRA rank 64 is greater than max_lora_rank 32"):
         trainer.train()
+
+
+# ---- SmolLM2-135M
+
+
+def smollm2_trainer(folder: Path, server: VLLMServer, **more: Any) -> Any:
+    """SmolLM2 with an adapter; questions for prompts."""
+    model, tokenizer = load_smollm2()
+    data, _ = questions()
+    return make_trainer(folder, model=model, processing_class=tokenizer, train_dataset=data, peft_config=lora(r=32), **more)
+
+
+def test_a_real_models_log_probs_before_and_after_updates(smollm2_server: VLLMServer, tmp_path: Path) -> None:
+    """Of the student on the server, and of the teacher, which is that server's base: the student without its adapter."""
+    server = {"rollout_engine": "vllm", "vllm_server_base_url": [smollm2_server.url], "max_prompt_length": 100}
+    trainer = smollm2_trainer(
+        tmp_path,
+        smollm2_server,
+        cls=Recording,
+        teacher_model=f"{smollm2_server.url}#base",
+        max_completion_length=16,
+        max_steps=5,
+        learning_rate=1e-3,
+        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+        num_generations=2,
+        **server,
+    )
+    with pytest.warns(DistillationWarning, match="the teacher scores as the student does"):  # a new adapter is its base
+        trainer.train()
+    assert len(trainer.gaps) == 5
+    assert max(trainer.gaps) < 1e-4
+    for rollout in trainer.rollouts:
+        with trainer.student().disable_adapter():
+            own_BT = trainer.student_logps(rollout)
+        gap_BT = (trainer.score_with_teacher(rollout) - own_BT).abs()
+        assert float(gap_BT[rollout.mask_BT].max()) < 1e-4
+    kls = [entry["teacher_kl"] for entry in trainer.state.log_history if "teacher_kl" in entry]
+    assert abs(kls[0]) < 1e-5 < abs(kls[-1])

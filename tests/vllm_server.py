@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -15,6 +17,7 @@ from transformers import PreTrainedModel
 
 from .helpers import make_model
 
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SECONDS = 300
 """What a start may take."""
 
@@ -35,6 +38,11 @@ def vllm_python() -> str:
     python = os.environ.get("TRL_OPD_VLLM_PYTHON") or str(cache / "trl_opd/vllm/bin/python")
     assert Path(python).is_file(), f"There is no {python}. Make it with `make vllm-env`, or name another: TRL_OPD_VLLM_PYTHON."
     return python
+
+
+def _end_with_parent() -> None:
+    """Linux ends a process that has called this when the thread that started it ends, however that comes."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 class VLLMServer:
@@ -72,10 +80,17 @@ class VLLMServer:
         command = [vllm_python(), "-m", "vllm.entrypoints.openai.api_server", "--model", self.model]
         command += ["--served-model-name", "base", "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--dtype", "float32", "--enforce-eager", "--enable-lora", "--max-lora-rank", "32", "--max-loras", "2"]
+        # lm_head left out: with it, vLLM 0.32 fails when it scores several prompts at once (vllm-project/vllm#16668)
+        command += ["--lora-target-modules", *LINEAR]
         with self.log.open("ab") as log:
-            # a session of its own: it starts processes, which end with it
+            # a session of its own: it starts processes, which `stop` ends with it
             self._process = subprocess.Popen(
-                [*command, *self.options], env=environment, stdout=log, stderr=log, start_new_session=True
+                [*command, *self.options],
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
         if wait:
             self._wait()
