@@ -90,7 +90,7 @@ class Replica:
             self._rest(failed, began)
             raise
         else:
-            if self.failures:
+            if self.failures and began >= self._failed_at:  # else it is an answer from before the failure
                 logger.warning("%s answers again.", self.url)
                 self.failures = 0
         finally:

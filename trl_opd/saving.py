@@ -58,7 +58,7 @@ class SavingTrainer(Trainer):
         super()._save_checkpoint(model, trial)
 
     def saved_for_later(self, trial: Any) -> str:
-        """Between two steps of a run that cannot go on: writes a checkpoint, says how to resume. All processes must call this."""
+        """Between two steps of a run that cannot go on: writes a checkpoint, says how to resume. For all processes to call."""
         if self.state.global_step == 0:
             return "No step had been trained."
         self._save_checkpoint(self.model, trial)

@@ -11,12 +11,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checks import prompt_limit, warn
 from ..config import OnPolicyDistillationConfig
-from ..servers import BadAnswer, RequestRefused, Servers
-from .server import PATH, ServerTeacher, prompt_entries, scoring_request
+from ..servers import BadAnswer, RequestRefused, ServerError, Servers
+from .server import PATH, ServerTeacher, prompt_entries, prompt_logps, scoring_request
 
 SENTENCE = 'On 3 May, 17 of 24 owls (71%) flew; "why?" asked Zoë: f(x) = x**2 + 0.5\n\n'
 NUM_TOKENS, NUM_SCORED = 4096, 16
 """How many of the vocabulary's tokens, besides, the tokenizers are compared on, and how many ids are scored."""
+SAME = 0.2
+"""Mean nats a token by which scores of one text may differ, as those in 16 bits do between batches."""
+LORA_HINT = (
+    "vLLM (0.32) does so if it is started with --enable-lora and adapts the language head too: leave that out with "
+    "--lora-target-modules q_proj k_proj v_proj o_proj gate_proj up_proj down_proj, or the layers that the adapters have."
+)
+"""Against https://github.com/vllm-project/vllm/issues/16668, which strikes with no adapter loaded, too."""
 
 
 def server_teacher(
@@ -33,13 +40,13 @@ def server_teacher(
     """
     servers = Servers(urls, timeout=args.vllm_server_timeout)
     model = _served_model(servers)
-    scores: list[np.ndarray] = []
-    ids = _probe_ids(tokenizer)
     _check_context(servers, model, student, args)
+    ids, scores = ids_of(tokenizer, SENTENCE)[:NUM_SCORED], []
     for url in servers.urls:
         one = Servers([url], timeout=args.vllm_server_timeout)
         _check_tokenizer(one, model, tokenizer)
         scores.append(_check_scores(one, model, ids))
+        _check_many_at_once(one, model, ids, scores[-1])
         _check_temperature(one, model, ids, args.temperature)
     _check_alike(servers, scores)
     return ServerTeacher(servers, model, temperature=args.temperature)
@@ -73,8 +80,9 @@ def _check_context(
         if room is not None and room < needed:
             raise ValueError(
                 f"The server {url} reads at most {room} tokens (max_model_len of '{model}'), but prompts of up to {limit}, "
-                f"completions of up to {args.max_completion_length} and the one token that it generates itself need more. Start "
-                f"it with a larger --max-model-len, or set max_prompt_length to at most {room - args.max_completion_length - 1}."
+                f"completions of up to {args.max_completion_length} and the one token that it generates itself need more. "
+                "Start it with a larger --max-model-len, or set max_prompt_length to at most "
+                f"{room - args.max_completion_length - 1}."
             )
 
 
@@ -88,7 +96,7 @@ def _max_model_len(cards: list[dict[str, Any]], model: str) -> int | None:
 def _check_tokenizer(server: Servers, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ValueError if a text that holds much of the vocabulary has other ids on the server."""
     text = _probe_text(tokenizer)
-    ours = _ids(tokenizer, text)
+    ours = ids_of(tokenizer, text)
     request = {"model": model, "prompt": text, "add_special_tokens": False}
     try:
         theirs = server.ask("/tokenize", request, lambda answer: [int(i) for i in answer["tokens"]])
@@ -112,18 +120,15 @@ def _check_tokenizer(server: Servers, model: str, tokenizer: PreTrainedTokenizer
 
 def _probe_text(tokenizer: PreTrainedTokenizerBase) -> str:
     """A sentence, tokens from all over the vocabulary, and the stop token; other special tokens may well differ."""
-    special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
+    special = set(tokenizer.all_special_ids) | set(cast(Any, tokenizer).get_added_vocab().values())
     ordinary = [i for i in sorted(tokenizer.get_vocab().values()) if i not in special]
     step = max(1, len(ordinary) // NUM_TOKENS)
     tokens = [str(tokenizer.decode([i])) for i in ordinary[::step]]
     return f"{SENTENCE}{' '.join(tokens)} {tokenizer.eos_token or ''}"
 
 
-def _probe_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    return _ids(tokenizer, SENTENCE)[:NUM_SCORED]
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def ids_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The ids of a text, no special tokens added."""
     return list(cast(list[int], tokenizer(text, add_special_tokens=False)["input_ids"]))
 
 
@@ -148,6 +153,24 @@ def _check_scores(server: Servers, model: str, ids: list[int]) -> np.ndarray:
     return scores
 
 
+def _check_many_at_once(server: Servers, model: str, ids: list[int], alone: np.ndarray) -> None:
+    """Raises unless sequences of several lengths that are asked for together are scored as each alone."""
+    parts = [ids[: len(ids) - cut] for cut in (0, 0, *range(len(ids) // 2))]
+    requests = [scoring_request(model, part, 1.0) for part in parts]
+    try:
+        answers = server.ask_all(PATH, requests, lambda number, answer: prompt_logps(answer, parts[number], 1))
+    except ServerError as error:
+        raise ServerError(
+            f"{server.urls[0]} scored one sequence, but failed with {len(parts)} at once. {LORA_HINT} ({error})"
+        ) from error
+    gap = max(float(np.abs(np.array(scores) - alone[: len(scores)]).mean()) for scores in answers)
+    if gap > SAME:
+        raise ValueError(
+            f"'{model}' on {server.urls[0]} scores a sentence {gap:.2f} nats a token otherwise when it is asked for several "
+            f"at once. {LORA_HINT}"
+        )
+
+
 def _check_temperature(server: Servers, model: str, ids: list[int], temperature: float) -> None:
     """Raises ValueError unless the server scores at `temperature`.
 
@@ -164,16 +187,16 @@ def _check_temperature(server: Servers, model: str, ids: list[int], temperature:
     )
     if not abs(at_one - temperature * at_ours) < 0.1 * abs(at_one - at_one * temperature):
         raise ValueError(
-            f"temperature is {temperature}, but '{model}' on {server.urls[0]} does not score at it: vLLM scores the tokens of a "
-            "prompt at 1 whatever is asked, so that student and teacher would be compared at different ones. Set temperature to 1, or load the "
-            "teacher in the training process."
+            f"temperature is {temperature}, but '{model}' on {server.urls[0]} does not score at it: vLLM scores the tokens of "
+            "a prompt at 1 whatever is asked, so that student and teacher would be compared at different ones. Set "
+            "temperature to 1, or load the teacher in the training process."
         )
 
 
 def _check_alike(servers: Servers, scores: list[np.ndarray]) -> None:
     """Raises ValueError if replicas score a sentence differently."""
     for url, other in zip(servers.urls, scores, strict=True):
-        if (gap := np.abs(other - scores[0]).mean()) > 0.2:
+        if (gap := np.abs(other - scores[0]).mean()) > SAME:
             raise ValueError(
                 f"The servers {servers.urls[0]} and {url} differ by {gap:.2f} nats a token on a sentence, but a list of "
                 "servers means replicas of one teacher. Do both serve the same weights?"
