@@ -37,6 +37,6 @@ def smollm2_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMSer
 
     folder = tmp_path_factory.mktemp("smollm2_server")
     model, tokenizer = load_smollm2()
-    server = VLLMServer(save_model(folder / "model", model, cast(Any, tokenizer)), folder / "log", "--max-model-len", "512")
+    server = VLLMServer(save_model(folder / "model", model, cast(Any, tokenizer)), folder / "log")
     yield server.start()
     server.stop()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+import one_server
 import pytest
 import torch
 from heal_pruned import load_smollm2, questions
+from peft import get_peft_model
 
-from trl_opd import DistillationWarning, OnPolicyDistillationTrainer
+from trl_opd import OnPolicyDistillationTrainer
 
-from .helpers import lora, losses, make_dataset, make_model, make_trainer
+from .helpers import lora, losses, make_dataset, make_model, make_trainer, weights
+from .test_examples import figure, run
 from .vllm_server import VLLMServer, tiny_model
 
 pytestmark = pytest.mark.vllm
@@ -134,36 +138,53 @@ def test_an_adapter_that_the_server_cannot_hold_is_told_in_its_words(tiny_server
 # ---- SmolLM2-135M
 
 
-def smollm2_trainer(folder: Path, server: VLLMServer, **more: Any) -> Any:
-    """SmolLM2 with an adapter; questions for prompts."""
-    model, tokenizer = load_smollm2()
-    data, _ = questions()
-    return make_trainer(folder, model=model, processing_class=tokenizer, train_dataset=data, peft_config=lora(r=32), **more)
-
-
+@pytest.mark.slow
 def test_a_real_models_log_probs_before_and_after_updates(smollm2_server: VLLMServer, tmp_path: Path) -> None:
     """Of the student on the server, and of the teacher, which is that server's base: the student without its adapter."""
-    server = {"rollout_engine": "vllm", "vllm_server_base_url": [smollm2_server.url], "max_prompt_length": 100}
-    trainer = smollm2_trainer(
+    base, tokenizer = load_smollm2()
+    student = get_peft_model(base, lora(r=32, target_modules=one_server.LINEAR))
+    one_server.harm(student, strength=0.1)
+    trainer = make_trainer(
         tmp_path,
-        smollm2_server,
         cls=Recording,
+        model=student,
         teacher_model=f"{smollm2_server.url}#base",
+        processing_class=tokenizer,
+        train_dataset=questions()[0],
+        rollout_engine="vllm",
+        vllm_server_base_url=[smollm2_server.url],
         max_completion_length=16,
         max_steps=5,
         learning_rate=1e-3,
-        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
-        num_generations=2,
-        **server,
     )
-    with pytest.warns(DistillationWarning, match="the teacher scores as the student does"):  # a new adapter is its base
-        trainer.train()
+    before = weights(trainer.student())
+    trainer.train()
     assert len(trainer.gaps) == 5
     assert max(trainer.gaps) < 1e-4
+    moved = [float((p - before[name]).abs().max()) for name, p in trainer.student().named_parameters() if p.requires_grad]
+    assert max(moved) > 1e-3
     for rollout in trainer.rollouts:
         with trainer.student().disable_adapter():
             own_BT = trainer.student_logps(rollout)
         gap_BT = (trainer.score_with_teacher(rollout) - own_BT).abs()
         assert float(gap_BT[rollout.mask_BT].max()) < 1e-4
-    kls = [entry["teacher_kl"] for entry in trainer.state.log_history if "teacher_kl" in entry]
-    assert abs(kls[0]) < 1e-5 < abs(kls[-1])
+    assert trainer.state.log_history[0]["teacher_kl"] > 0.1
+
+
+@pytest.mark.slow
+def test_one_server_for_everything(smollm2_server: VLLMServer, tmp_path: Path) -> None:
+    output = run("one_server.py", "--server", smollm2_server.url, "--max_steps", "4", folder=tmp_path)
+    assert figure(r"\((\S+) of the start\)", output) < 1
+    assert (tmp_path / "recovered-smollm2/adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_heal_pruned_with_its_teacher_on_a_server(smollm2_server: VLLMServer, tmp_path: Path) -> None:
+    """The figures are those of the teacher in process."""
+    options = ("--max_steps", "2", "--eval_prompts", "8")
+    pattern = r"nats a token: (\S+) -> (\S+)"
+    there = run("heal_pruned.py", *options, "--teacher", f"{smollm2_server.url}#base", folder=tmp_path)
+    here = run("heal_pruned.py", *options, folder=tmp_path)
+    found = [[float(kl) for kl in re.findall(pattern, output)[0]] for output in (there, here)]
+    assert found[0] == pytest.approx(found[1], abs=0.002)
+    assert found[0][1] < found[0][0]

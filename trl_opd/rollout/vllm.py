@@ -145,11 +145,10 @@ class VLLMEngine:
         Raises:
             ValueError: If a server has another base, or its log-probs do not follow the temperature.
         """
-        gaps = []
+        gaps, request = [], scoring_request(self.base, self.probe_ids, 1.0)
         for url in self.servers.urls:
             server = Servers([url], timeout=self.servers.timeout)
-            request, ids = scoring_request(self.base, self.probe_ids, 1.0), self.probe_ids
-            theirs = server.ask(COMPLETIONS, request, lambda answer: prompt_logps(answer, ids, 1))
+            theirs = server.ask(COMPLETIONS, request, lambda answer: prompt_logps(answer, self.probe_ids, 1))
             gaps.append(float((torch.tensor(theirs) - ours_T[1:]).abs().mean()))
             if not gaps[-1] < DIFFERENT_BASE:
                 raise ValueError(
