@@ -63,6 +63,12 @@ class Faults:
     """The likeliest token is listed before the one that was asked for (or sampled), at each position."""
     no_tokenize: bool = False
     """There is no /tokenize."""
+    adds: float = 0.0
+    """Added to each log-prob of a prompt, as if it were no log-prob."""
+    dies_of: int = 0
+    """More requests at once than so many kill it; 0 for none."""
+    mixes_up: int = 0
+    """Of more requests at once than so many it scores the prompts a nat a token too low; 0 for none."""
 
 
 class FakeVLLM:
@@ -190,6 +196,11 @@ class FakeVLLM:
         usage = {"prompt_tokens": len(ids), "total_tokens": len(ids), "completion_tokens": 0}
         return 200, {"id": "cmpl-0", "object": "text_completion", "model": name, "choices": [choice], "usage": usage}
 
+    def fail_for_good(self, payload: dict[str, Any]) -> tuple[int, Any]:
+        """Not of vLLM: lets another process put the server out of order."""
+        self.faults.errors = [500] * 10_000
+        return 200, {}
+
     # ---- Numbers
 
     def _temperature(self, payload: dict[str, Any]) -> float:
@@ -221,6 +232,8 @@ class FakeVLLM:
         entries = [self._entry(logps[t - 1], ids[t], payload["prompt_logprobs"]) for t in range(1, len(ids))]
         if _takes(self.faults, "nan"):
             entries[-1] = {key: {**value, "logprob": float("nan")} for key, value in entries[-1].items()}
+        shift = self.faults.adds - (0 < self.faults.mixes_up < self._at_once)
+        entries = [{key: {**v, "logprob": v["logprob"] + shift} for key, v in entry.items()} for entry in entries]
         return [None, *entries]
 
     def _generate(self, model: Any, prompt: list[int], payload: dict[str, Any]) -> dict[str, Any]:
@@ -270,6 +283,7 @@ class FakeVLLM:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
+    request_queue_size = 128
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -295,6 +309,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if self.path == "/v1/completions":
                 time.sleep(fake.faults.seconds)
+            if 0 < fake.faults.dies_of < fake._at_once:
+                fake.fail_for_good({})
             status, found = self._refusal() or self._found(payload)
         finally:
             with fake._counting:
@@ -310,6 +326,7 @@ class _Handler(BaseHTTPRequestHandler):
             "/v1/completions": fake.completions,
             "/v1/load_lora_adapter": fake.load,
             "/v1/unload_lora_adapter": fake.unload,
+            "/stop": fake.fail_for_good,
         }
         return answers[self.path](payload) if self.path in answers else (404, {"detail": "Not Found"})
 

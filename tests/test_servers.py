@@ -231,7 +231,7 @@ def test_the_key_is_sent_and_never_printed(
         servers = Servers([server.url], timeout=0.5)
         assert servers.ask(PATH, request(), last_id) == 7
         server.api_key = "another"
-        with pytest.raises(RequestRefused, match="401.*VLLM_API_KEY") as refused:
+        with pytest.raises(RequestRefused, match=r"401.*VLLM_API_KEY") as refused:
             servers.ask(PATH, request(), last_id)
         server.stop()
         with pytest.raises(ServerError) as lost:
@@ -243,9 +243,8 @@ def test_the_key_is_sent_and_never_printed(
 
 def test_a_server_that_repeats_the_key_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "sesame")
-    with FakeVLLM() as server:
-        with pytest.raises(RequestRefused, match=r"no model `\*\*\*`|`\*\*\*` does not exist"):
-            Servers([server.url], timeout=1).ask(PATH, request(model="sesame"), last_id)
+    with FakeVLLM() as server, pytest.raises(RequestRefused, match=r"no model `\*\*\*`|`\*\*\*` does not exist"):
+        Servers([server.url], timeout=1).ask(PATH, request(model="sesame"), last_id)
 
 
 # ---- Replicas

@@ -20,7 +20,7 @@ NUM_TOKENS, NUM_SCORED = 4096, 16
 SAME = 0.2
 """Mean nats a token by which scores of one text may differ, as those in 16 bits do between batches."""
 LORA_HINT = (
-    "vLLM (0.32) does so if it is started with --enable-lora and adapts the language head too: leave that out with "
+    "Is it started with --enable-lora? vLLM (0.32) then fails so if it adapts the language head too; leave that out with "
     "--lora-target-modules q_proj k_proj v_proj o_proj gate_proj up_proj down_proj, or the layers that the adapters have."
 )
 """Against https://github.com/vllm-project/vllm/issues/16668, which strikes with no adapter loaded, too."""
