@@ -22,10 +22,12 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer(*, pad: bool = True, bos: bool = False, chat: bool = False) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    *, pad: bool = True, bos: bool = False, chat: bool = False, vocab: dict[str, int] | None = None
+) -> PreTrainedTokenizerFast:
     """One token a character; ids 0 and 1 are pad and eos (pad None on request, then pad == eos after preparation)."""
     special = ["<pad>", "<eos>", "<bos>", "<unk>"]
-    vocab = {token: i for i, token in enumerate([*special, *CHARACTERS])}
+    vocab = vocab or {token: i for i, token in enumerate([*special, *CHARACTERS])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer = PreTrainedTokenizerFast(

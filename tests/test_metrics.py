@@ -338,7 +338,7 @@ def test_nothing_else_is_logged(run: Any) -> None:
         "update_kl/v1",
         "update_kl/v2",
         "tokens_per_second",
-        *(f"time/{p}" for p in ("rollout", "teacher", "train", "eval")),
+        *(f"time/{p}" for p in ("sync", "rollout", "teacher", "train", "eval")),
     }
     for log, entry in enumerate(training_logs(run)):
         assert set(entry) - TRAINERS_OWN - others == set(expected_figures(run, log))

@@ -41,6 +41,7 @@ CONFIG_FIELDS: dict[str, Any] = {
     "teacher_offload": False,
     "teacher_ema": None,
     "teacher_sync_steps": None,
+    "vllm_server_timeout": 240.0,
     # prompts
     "max_prompt_length": None,
     "long_prompts": "truncate",
@@ -59,6 +60,9 @@ CONFIG_FIELDS: dict[str, Any] = {
     "repetition_penalty": 1.0,
     "per_device_rollout_batch_size": None,
     "gather_for_generation": True,
+    "rollout_engine": "transformers",
+    "vllm_server_base_url": None,
+    "vllm_adapter_dir": None,
     "mask_truncated_completions": False,
     # objective
     "kl_penalty_coef": 1.0,

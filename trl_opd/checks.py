@@ -10,12 +10,12 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .batch import Rollout, ScoredBatch, check_shape
+from .batch import Rollout, check_shape
 from .config import OnPolicyDistillationConfig
 from .models import without_peft
 from .prompts import PromptEncoder
 
-TeacherModel = str | PreTrainedModel | PeftModel
+TeacherModel = str | list[str] | PreTrainedModel | PeftModel
 
 
 class DistillationWarning(UserWarning):
@@ -186,8 +186,8 @@ def teacher_given(
     given = teacher if teacher is not None else args.teacher_model_name_or_path
     if given is None:
         raise ValueError(
-            "There is no teacher. Pass teacher_model (an id, a path, a model, 'base' for the student without its adapter, "
-            "'self' for the student, or a dict of several), or set teacher_model_name_or_path."
+            "There is no teacher. Pass teacher_model (an id, a path, a model, a vLLM server's URL, 'base' for the student "
+            "without its adapter, 'self' for the student, or a dict of several), or set teacher_model_name_or_path."
         )
     return cast(Any, given)
 
@@ -282,15 +282,29 @@ def check_advantages(advantages_BT: Tensor) -> None:
         )
 
 
-def check_engine_agrees(logps_BT: Tensor, batch: ScoredBatch) -> None:
-    """Warns if the rollout engine's log-probs are not those of the weights that are trained (before the first update)."""
-    gap = (logps_BT.detach() - batch.sampled_logps_BT)[batch.mask_BT].abs()
-    if gap.numel() and gap.mean() > 0.1:
+def check_engine_agrees(gap: float, max_gap: float | None, step: int) -> None:
+    """Tells if a rollout's log-probs are not those of the weights that are trained, before these have been updated.
+
+    Args:
+        gap: Mean difference in nats a token.
+        max_gap: What rounding explains. None: the engine shares the weights, and only the first rollout is looked at.
+        step: Optimizer steps so far.
+
+    Raises:
+        ValueError: If the gap is greater than `max_gap`.
+    """
+    if max_gap is None and step == 0 and gap > 0.1:
         warn(
-            f"Before the first update the rollout's log-probs differ from the trainer's by {float(gap.mean()):.2f} nats a "
-            "token (expected: rounding). The engine samples from other weights or at another temperature, or the model "
-            "treats padding or dropout differently while it generates (per_device_rollout_batch_size=1 generates without "
-            "padding)."
+            f"Before the first update the rollout's log-probs differ from the trainer's by {gap:.2f} nats a token (expected: "
+            "rounding). The engine samples at another temperature, or the model treats padding or dropout differently while "
+            "it generates (per_device_rollout_batch_size=1 generates without padding)."
+        )
+    if max_gap is not None and not gap <= max_gap:
+        raise ValueError(
+            f"After step {step} the log-probs that came with the rollout differ by {gap:.4f} nats a token from those of the "
+            f"student as it is now; rounding explains {max_gap:.4f}. The rollout servers sampled from other weights: the "
+            "adapter that was published did not take effect there (see the servers' log), or from another distribution "
+            "(plugins that change logits). Nothing was trained on this rollout; the last checkpoint resumes."
         )
 
 

@@ -8,8 +8,8 @@ import torch
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from .config_checks import check_batch, check_teacher_settings, check_unsupported
-from .loss import REDUCTIONS, loss_settings
+from .config_checks import check_batch, check_teacher_settings, check_unsupported, check_values
+from .loss import REDUCTIONS
 
 OBJECTIVE = [
     "loss_fn",
@@ -33,6 +33,7 @@ OBJECTIVE = [
     "world_size",
     "seed",
 ]
+ENGINES = ("transformers", "vllm")
 DICTS = ("model_init_kwargs", "teacher_model_init_kwargs", "chat_template_kwargs", "loss_fn_config", "prompts_per_step")
 
 
@@ -82,9 +83,10 @@ class OnPolicyDistillationConfig(TrainingArguments):
     teacher_model_name_or_path: dict[str, str] | str | None = field(
         default=None,
         metadata=_help(
-            "Teacher: a model id, a path (a model's or an adapter's), 'base' (the student without its adapter) or 'self' (the "
-            "student). Several: a dictionary, one for each dataset or value of the `teacher` column, e.g. "
-            '\'{"math": "Qwen/Qwen3-4B", "code": "base"}\'.'
+            "Teacher: a model id, a path (a model's or an adapter's), 'base' (the student without its adapter), 'self' (the "
+            "student), or the URL of a vLLM server, 'http://host:8000' or 'http://host:8000#served-name'. Several: a "
+            'dictionary, one for each dataset or value of the `teacher` column, e.g. \'{"math": "Qwen/Qwen3-4B", "code": '
+            '"base"}\'.'
         ),
     )
     teacher_model_init_kwargs: dict[str, Any] | str | None = field(
@@ -110,6 +112,10 @@ class OnPolicyDistillationConfig(TrainingArguments):
             "Teacher 'self': it follows the student every so many optimizer steps: as a copy of its adapter, or as "
             "teacher_ema says. Neither set: the teacher is the student as it is."
         ),
+    )
+    vllm_server_timeout: float = field(
+        default=240.0,
+        metadata=_help("Seconds for which a request to a vLLM server is tried again, and a server waited for at the start."),
     )
 
     # Prompts
@@ -169,6 +175,21 @@ class OnPolicyDistillationConfig(TrainingArguments):
         metadata=_help(
             "Completions sampled at once on each device; unset: all of one optimizer step. Lower it to save memory."
         ),
+    )
+    rollout_engine: str = field(
+        default="transformers",
+        metadata=_help(
+            "What samples: 'transformers' (the training process) or 'vllm' (servers, which get the LoRA adapter each time).",
+            choices=list(ENGINES),
+        ),
+    )
+    vllm_server_base_url: list[str] | None = field(
+        default=None,
+        metadata=_help("Of rollout_engine 'vllm': http://host:port of the server; several: replicas, which share the work."),
+    )
+    vllm_adapter_dir: str | None = field(
+        default=None,
+        metadata=_help("Where servers read the adapter from, under the same path as here; unset: in output_dir."),
     )
     gather_for_generation: bool = field(
         default=True,
@@ -237,6 +258,8 @@ class OnPolicyDistillationConfig(TrainingArguments):
             self.eval_on_start = False
         if self.greater_is_better is None and "_kl" in (self.metric_for_best_model or ""):
             self.greater_is_better = False  # TrainingArguments takes all for scores whose name does not end in "loss"
+        if isinstance(self.vllm_server_base_url, str):
+            self.vllm_server_base_url = [self.vllm_server_base_url]
         self._parse_dicts()
         super().__post_init__()
         accelerator_config = cast(AcceleratorConfig, self.accelerator_config)
@@ -248,7 +271,7 @@ class OnPolicyDistillationConfig(TrainingArguments):
                     f"accelerator_config has {name}=True, but rows are dealt to the processes in whole groups, and are Python "
                     "objects, which accelerate does not slice. Leave it out."
                 )
-        self._check_values()
+        check_values(self)
         check_teacher_settings(self)
         check_unsupported(self)
         check_batch(self)
@@ -279,29 +302,3 @@ class OnPolicyDistillationConfig(TrainingArguments):
                     raise ValueError(
                         f"{name} is '{value}', which is not a JSON object such as '{example}': {error}."
                     ) from error
-
-    def _check_values(self) -> None:
-        if not self.temperature > 0:
-            raise ValueError(
-                f"temperature is {self.temperature}, but the policy gradient needs sampled completions: greedy decoding has "
-                "no distribution to train. Use a temperature > 0 (1.0 is the default)."
-            )
-        if not 0 <= self.kl_discount_factor <= 1:
-            raise ValueError(f"kl_discount_factor is {self.kl_discount_factor}; it must lie between 0 and 1.")
-        if self.kl_clip is not None and self.kl_clip <= 0:
-            raise ValueError(f"kl_clip is {self.kl_clip} nats; a bound must be > 0. Leave it out for no bound.")
-        counts = ("num_generations", "max_completion_length", "num_substeps", "teacher_sync_steps")
-        for name in (*counts, "max_prompt_length", "per_device_rollout_batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1.")
-        for name in ("long_prompts", "kl_logps", "loss_reduction", "scale_rewards", "stopping_strategy"):
-            choices = self.__dataclass_fields__[name].metadata["choices"]
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is '{getattr(self, name)}'; it must be one of {', '.join(choices)}.")
-        loss_settings(self.loss_fn, cast(dict[str, Any] | None, self.loss_fn_config))
-        if self.train_sampling_strategy not in ("random", "sequential"):
-            raise ValueError(
-                f"train_sampling_strategy is '{self.train_sampling_strategy}', which orders rows by a length they do not have "
-                "before the rollout. Use 'random' or 'sequential'."
-            )

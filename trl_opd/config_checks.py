@@ -5,6 +5,44 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from .loss import loss_settings
+
+
+def check_values(args: Any) -> None:
+    """Raises ValueError for a value that a setting cannot have."""
+    if not args.temperature > 0:
+        raise ValueError(
+            f"temperature is {args.temperature}, but the policy gradient needs sampled completions: greedy decoding has "
+            "no distribution to train. Use a temperature > 0 (1.0 is the default)."
+        )
+    if not 0 <= args.kl_discount_factor <= 1:
+        raise ValueError(f"kl_discount_factor is {args.kl_discount_factor}; it must lie between 0 and 1.")
+    if args.kl_clip is not None and args.kl_clip <= 0:
+        raise ValueError(f"kl_clip is {args.kl_clip} nats; a bound must be > 0. Leave it out for no bound.")
+    if not args.vllm_server_timeout > 0:
+        raise ValueError(f"vllm_server_timeout is {args.vllm_server_timeout} s; it must be > 0 (240 is the default).")
+    counts = ("num_generations", "max_completion_length", "num_substeps", "teacher_sync_steps")
+    for name in (*counts, "max_prompt_length", "per_device_rollout_batch_size"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1.")
+    choosing = ("long_prompts", "kl_logps", "loss_reduction", "scale_rewards", "stopping_strategy", "rollout_engine")
+    for name in choosing:
+        choices = args.__dataclass_fields__[name].metadata["choices"]
+        if getattr(args, name) not in choices:
+            raise ValueError(f"{name} is '{getattr(args, name)}'; it must be one of {', '.join(choices)}.")
+    if (args.rollout_engine == "vllm") != bool(args.vllm_server_base_url):
+        raise ValueError(
+            f"rollout_engine is '{args.rollout_engine}' and vllm_server_base_url is {args.vllm_server_base_url}: servers "
+            "are for rollout_engine='vllm', which needs at least one. Set both or neither."
+        )
+    loss_settings(args.loss_fn, args.loss_fn_config)
+    if args.train_sampling_strategy not in ("random", "sequential"):
+        raise ValueError(
+            f"train_sampling_strategy is '{args.train_sampling_strategy}', which orders rows by a length they do not have "
+            "before the rollout. Use 'random' or 'sequential'."
+        )
+
 
 def check_teacher_settings(args: Any) -> None:
     """Raises ValueError for settings of teachers and datasets that make no sense."""

@@ -29,8 +29,10 @@ from .metrics import Metrics
 from .mixing import MixedSampler, NamedRows, make_mixture
 from .models import eval_mode
 from .rng import forked_rng
+from .rollout import RolloutEngine
 from .rows import FilledStream, Filler, RowSampler, SampledRows, Shares, with_seeds
 from .saving import SavingTrainer
+from .servers import ServerError
 
 TRAIN, EVAL = 0, 1
 """Random streams of rollouts."""
@@ -44,6 +46,7 @@ class DistillationLoop(SavingTrainer):
     vocab_size: int
     prepare_eval: Callable[[Any], Any]
     """Checks evaluation data, and gives each row its teacher's name."""
+    engine: RolloutEngine
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -59,6 +62,7 @@ class DistillationLoop(SavingTrainer):
         self.progress = state.Progress()
         self._records: list[dict[str, Any]] = []  # of the last rollout, for log_completions
         self._updated: list[ScoredBatch] = []  # of the present rollout, for compute_post_kl
+        self._sampled_now = False  # whether no update has come since the last rollout of training
 
     def train(
         self,
@@ -66,15 +70,38 @@ class DistillationLoop(SavingTrainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Trainer's; what an earlier call left (a rollout half used, counts, a window) plays no part."""
+        """Trainer's; what an earlier call left (a rollout half used, counts, a window) plays no part.
+
+        Raises:
+            ServerError: If a server was lost for good. What was trained until then is saved as a checkpoint.
+        """
         self._start_anew()
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        try:
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        except ServerError as error:
+            raise ServerError(f"{error} {self.saved_for_later(trial)}") from error
 
     def _any_process(self, flag: bool) -> bool:
         return bool(cast(Tensor, self.accelerator.reduce(torch.tensor(int(flag), device=self.args.device))))
 
     def _prepare_teacher(self, model: nn.Module) -> nn.Module:
         return processes.prepare_frozen(model, self.accelerator, stays=self.args.teacher_offload)
+
+    @contextmanager
+    def served(self) -> Iterator[None]:
+        """Where servers are asked: if one was lost to any process, all get a `ServerError`, so that none waits for another.
+
+        All processes must come here, and nothing inside may wait for the others, unless no server is asked.
+        """
+        error = None
+        try:
+            yield
+        except ServerError as caught:
+            error = caught
+        if not self._any_process(error is not None):
+            return
+        messages = cast(list[str], gather_object([str(error) if error else ""]))
+        raise error or ServerError(f"On another process: {next(filter(None, messages))}")
 
     def scored_batch(self, rows: list[dict[str, Any]]) -> ScoredBatch:
         """Everything before the update of the policy."""
@@ -87,6 +114,15 @@ class DistillationLoop(SavingTrainer):
     def student_logps(self, sequences: Rollout | ScoredBatch) -> Tensor:
         """(B, T) log-probs under the student as it is now, without gradient."""
         raise NotImplementedError
+
+    def compare_engine(self, logps_BT: Tensor, batch: ScoredBatch) -> None:
+        """Compares a rollout's log-probs with the trainer's own of the same weights; all processes must call this."""
+        self._sampled_now = False
+        gap_BT = torch.where(batch.mask_BT, (logps_BT - batch.sampled_logps_BT).abs(), 0.0)
+        sums = torch.stack([gap_BT.sum(), batch.mask_BT.sum().to(gap_BT)])
+        gap, count = cast(Tensor, self.accelerator.reduce(sums)).tolist()
+        if count:
+            checks.check_engine_agrees(gap / count, self.engine.max_gap, self.state.global_step)
 
     # ---- Batches
 

@@ -13,6 +13,8 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from peft import PeftConfig
 
+from .replica import is_url
+
 CITATION = """```bibtex
 @misc{lu2025onpolicydistillation,
   title  = {On-Policy Distillation},
@@ -34,7 +36,8 @@ class CardFacts:
     student: str
     """Hub id or path; empty if it was made in memory."""
     teacher: str | dict[str, str]
-    """So also the teacher, or several by name. It may be "base", the student's own, or "self", the student."""
+    """So also the teacher, or several by name. It may be "base", the student's own, "self", the student, or a URL with the
+    served name as its fragment."""
     objective: dict[str, Any]
     lora: PeftConfig | None
     datasets: list[str] = field(default_factory=list)
@@ -119,6 +122,9 @@ def _name(model: str) -> str:
 def _teacher(teacher: str | dict[str, str]) -> str:
     if isinstance(teacher, dict):
         return "several teachers (" + "; ".join(f"{name}: {_teacher(one)}" for name, one in teacher.items()) + ")"
+    if is_url(teacher):  # where the server was is nobody else's business
+        served = teacher.partition("#")[2]
+        return f"{_name(served) if '/' in served and _is_hub_id(served) else f'`{Path(served).name}`'} (on a vLLM server)"
     return {"base": "its own base model (the adapter switched off)", "self": "itself"}.get(teacher) or _name(teacher)
 
 

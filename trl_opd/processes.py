@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
-from accelerate import Accelerator, DistributedType
-from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model, gather_object
+from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin, broadcast_object_list, fsdp2_prepare_model, gather_object
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
@@ -17,6 +17,8 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from . import checks
 from .models import is_quantized, without_peft
+
+T = TypeVar("T")
 
 
 def fsdp_plugin(accelerator: Accelerator) -> FullyShardedDataParallelPlugin | None:
@@ -152,3 +154,17 @@ def gathered_state(model: nn.Module) -> dict[str, Tensor]:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapted)
     state: dict[str, Any] = get_model_state_dict(model, options=options)
     return state
+
+
+def on_first_process(function: Callable[[], T]) -> T:
+    """What `function()` returns on the first process, which alone calls it; its error is raised on all. All must call this."""
+    outcome: list[Any] = [None, None]
+    if PartialState().is_main_process:
+        try:
+            outcome[0] = function()
+        except Exception as error:  # whatever it is, the others wait for it
+            outcome[1] = error
+    broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return cast(T, outcome[0])

@@ -66,6 +66,18 @@ class SavingTrainer(Trainer):
             teacher.save(folder, self.accelerator.process_index)
         super()._save_checkpoint(model, trial)
 
+    def saved_for_later(self, trial: Any) -> str:
+        """Between two steps of a run that cannot go on: writes a checkpoint, says how to resume. For all processes to call."""
+        if self.state.global_step == 0:
+            return "No step had been trained."
+        self._save_checkpoint(self.model, trial)
+        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        folder = f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}"
+        return (
+            f"The state after step {self.state.global_step} is saved in '{folder}'. When the server is back, go on from there "
+            f"with trainer.train(resume_from_checkpoint='{folder}')."
+        )
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         accelerator = self.accelerator

@@ -47,10 +47,10 @@ from .processes import fsdp_plugin, greatest
 from .prompts import PromptEncoder
 from .rewards import RewardFunc, compute_rewards, reward_advantages, reward_names, weighted_rewards
 from .rng import forked_rng
-from .rollout import RolloutEngine, TransformersEngine
+from .rollout import RolloutEngine, make_engine
 from .rows import Filler, Row
 from .teacher_prompts import TeacherPromptEncoder
-from .teachers import ModelTeacher, Teacher, make_teachers, name_of, rows_by_teacher, teachers_of
+from .teachers import ModelTeacher, ServerTeacher, Teacher, make_teachers, name_of, rows_by_teacher, teachers_of
 
 AnyDataset = datasets.Dataset | datasets.IterableDataset
 Evaluator = Callable[["OnPolicyDistillationTrainer"], dict[str, float]]
@@ -65,8 +65,9 @@ class OnPolicyDistillationTrainer(DistillationLoop):
     Args:
         model: The student: an id or path (of an adapter, too: it is trained on), a model, or a PeftModel.
         teacher_model: The teacher: an id, a path or a model, "base" for the student's own base with its adapter off, which
-            takes no memory, or "self" for the student. A dict of several: each scores the rows of the dataset of its name, or
-            those whose `teacher` column names it. Unset: `args.teacher_model_name_or_path`.
+            takes no memory, "self" for the student, or the URL of a vLLM server (a list: of its replicas). A dict of several:
+            each scores the rows of the dataset of its name, or those whose `teacher` column names it. Unset:
+            `args.teacher_model_name_or_path`.
         args: Settings.
         train_dataset: Has a `prompt` column, texts or lists of messages; other columns go to the reward functions. Where
             it has a `teacher_prompt`, the teacher sees that in place of the prompt (privileged context). A dict of several
@@ -133,15 +134,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         )
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(DistillationProgressCallback)
-        self.engine: RolloutEngine = TransformersEngine(
-            args,
-            stop_ids=checks.stop_token_ids(model, tokenizer),
-            pad_id=cast(int, tokenizer.pad_token_id),
-            vocab_size=self.vocab_size,
-            synced_gpus=self.is_fsdp_enabled,
-        )
-        self._engine_checked = False
-        self.teacher_name = name_of(teacher_model)
+        self.engine: RolloutEngine = make_engine(args, model, tokenizer, synced_gpus=self.is_fsdp_enabled)
         self.teacher: Teacher = make_teachers(
             teacher_model,
             self.student,
@@ -151,6 +144,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
             may_share_base=loaded_here,
             most=greatest if fsdp_plugin(self.accelerator) else None,
         )
+        self.teacher_name = name_of(teacher_model, self.teacher)
         self._name_column = name_column(train_dataset, teacher_model)
 
     # ---- The algorithm
@@ -183,9 +177,8 @@ class OnPolicyDistillationTrainer(DistillationLoop):
             temperature=self.args.temperature,
             vocab_size=self.vocab_size,
         )
-        if self.state.global_step == 0 and not self._engine_checked:
-            checks.check_engine_agrees(logps_BT, batch)
-            self._engine_checked = True
+        if self._sampled_now:
+            self.compare_engine(logps_BT.detach(), batch)
         if self.args.kl_logps == "current":
             advantages_BT = self.compute_advantages(
                 logps_BT.detach(), batch.teacher_logps_BT, batch.mask_BT, batch.reward_advantages_B
@@ -202,6 +195,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         """Everything before the update: rollout, teacher, rewards, advantages."""
         rows = self.with_seeds(rows, self.train_shares, 0, TRAIN, self.state.global_step)
         rollout, teacher_logps_BT, rewards_BF = self.rollout_and_scores(rows, TRAIN, self.state.global_step)
+        self._sampled_now = True
         if self.state.global_step == 0:
             for name, own_B in rows_by_teacher(self.teacher, rollout).items():
                 comparison = compare(rollout[own_B], teacher_logps_BT[own_B], self.vocab_size)
@@ -219,11 +213,15 @@ class OnPolicyDistillationTrainer(DistillationLoop):
 
     def rollout_and_scores(self, rows: list[dict[str, Any]], *stream: int) -> tuple[Rollout, Tensor, Tensor]:
         """Completions for `rows`, the teacher's log-probs of them (B, T) and their rewards (B, F); all are measured."""
-        with self.metrics.timed("rollout"), forked_rng(self.args.seed, *stream, self.accelerator.process_index):
+        with self.metrics.timed("sync"), self.accelerator.autocast():
+            self.engine.sync(self.student())
+        with self.metrics.timed("rollout"), forked_rng(self.args.seed, *stream, self.accelerator.process_index), self.served():
             rollout = self.generate_rollout(rows)
+        if self.args.truncates_sampling and not self.engine.whole_softmax:
+            rollout = rollout.with_sampled_logps(self.student_logps(rollout))
         checks.check_rollout(rollout, len(rows))
         rollout, real_B = rollout.without_fillers(), rollout.real_B
-        with self.metrics.timed("teacher"):
+        with self.metrics.timed("teacher"), self.served():
             teacher_logps_BT = self.score_with_teacher(rollout)
         checks.check_scores(rollout, teacher_logps_BT, self.args.kl_clip)
         ids = rollout.completion_ids()
@@ -321,4 +319,5 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         """Whether student or teacher computes in 16 bits."""
         models = [self.student(), *(t.model for t in teachers_of(self.teacher) if isinstance(t, ModelTeacher))]
         halves = (torch.bfloat16, torch.float16)
-        return self.args.bf16 or self.args.fp16 or any(p.dtype in halves for m in models for p in m.parameters())
+        on_server = any(isinstance(t, ServerTeacher) for t in teachers_of(self.teacher))  # which does not say; most have bf16
+        return on_server or self.args.bf16 or self.args.fp16 or any(p.dtype in halves for m in models for p in m.parameters())

@@ -60,6 +60,12 @@ class TransformersEngine:
         self.args, self.stop_ids, self.pad_id, self.vocab_size = args, stop_ids, pad_id, vocab_size
         self.synced_gpus = synced_gpus
 
+    max_gap = None
+    whole_softmax = True
+
+    def sync(self, model: PreTrainedModel | PeftModel) -> None:
+        """Nothing to do: it samples from the weights that are trained."""
+
     def generate(
         self, model: PreTrainedModel | PeftModel, prompts: list[list[int]], seeds: list[int] | None = None
     ) -> list[Completion]:

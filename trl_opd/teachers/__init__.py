@@ -13,3 +13,4 @@ from .routing import rows_by_teacher as rows_by_teacher
 from .routing import teachers_of as teachers_of
 from .self_teacher import SelfTeacher as SelfTeacher
 from .self_teacher import StudentTeacher as StudentTeacher
+from .server import ServerTeacher as ServerTeacher

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from peft import PeftConfig, PeftModel
 from torch import nn
@@ -23,14 +23,16 @@ from ..models import (
     next_teacher_adapter,
     rewrites_base,
 )
+from ..replica import is_url
 from .adapter import AdapterTeacher
 from .model import ModelTeacher, OffloadedTeacher
+from .probe import server_teacher
 from .protocol import Teacher
 from .self_teacher import make_self_teacher
 
 
 def make_teacher(
-    teacher: str | PreTrainedModel | PeftModel,
+    teacher: str | list[str] | PreTrainedModel | PeftModel,
     student: Callable[[], PreTrainedModel | PeftModel],
     tokenizer: PreTrainedTokenizerBase,
     args: OnPolicyDistillationConfig,
@@ -43,7 +45,7 @@ def make_teacher(
     Args:
         teacher: "base" (the student without its adapter), "self" (the student), an id or path of a model or adapter, or a
             model. An adapter on the student's own base is put on the student's weights where it can be; any other teacher is
-            a model of its own.
+            a model of its own. Or the URL of a vLLM server, or a list of those of its replicas.
         student: Gives the student.
         tokenizer: The student's.
         args: The trainer's settings.
@@ -54,13 +56,18 @@ def make_teacher(
     Raises:
         ValueError: If the teacher cannot score what the student writes.
     """
+    urls = server_urls(teacher)
     on_student = isinstance(teacher, str) and teacher in ("base", "self")
-    if args.teacher_model_init_kwargs and (on_student or not isinstance(teacher, str)):
+    if args.teacher_model_init_kwargs and (urls or on_student or not isinstance(teacher, str)):
         found = f"'{teacher}', which is not loaded at all" if on_student else "loaded already"
+        found = "on a server, which loads it itself" if urls else found
         raise ValueError(
             f"teacher_model_init_kwargs is {args.teacher_model_init_kwargs}, but the teacher is {found}. Leave it out, or "
             "pass the teacher's name or path as teacher_model."
         )
+    if urls:
+        return server_teacher(urls, student(), tokenizer, args)
+    teacher = cast(str | PreTrainedModel | PeftModel, teacher)
     scoring: dict[str, Any] = {
         "temperature": args.temperature,
         "vocab_size": policy_vocab_size(tokenizer),
@@ -81,6 +88,19 @@ def make_teacher(
             "the two out."
         )
     return OffloadedTeacher(prepare(model.cpu()), args.device, **scoring)
+
+
+def server_urls(teacher: object) -> list[str]:
+    """The URLs of the servers that the teacher is on; none if it is on none.
+
+    Raises:
+        ValueError: If a list holds anything else.
+    """
+    if isinstance(teacher, list) and not (teacher and all(map(is_url, teacher))):
+        raise ValueError(
+            f"teacher_model is the list {teacher}; a list means replicas of one teacher, URLs such as 'http://localhost:8000'."
+        )
+    return teacher if isinstance(teacher, list) else [teacher] if isinstance(teacher, str) and is_url(teacher) else []
 
 
 def load_teacher(

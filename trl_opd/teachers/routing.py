@@ -21,6 +21,7 @@ from .loading import make_teacher
 from .model import OffloadedTeacher
 from .protocol import Teacher
 from .self_teacher import SelfTeacher
+from .server import ServerTeacher
 
 COLUMN = "teacher"
 
@@ -132,11 +133,13 @@ def make_teachers(
     return by_name[""]
 
 
-def name_of(given: TeacherModel | dict[str, TeacherModel]) -> str | dict[str, str]:
-    """Id or path of the teacher, empty if it was made in memory; of several, by name."""
+def name_of(given: TeacherModel | dict[str, TeacherModel], made: Teacher) -> str | dict[str, str]:
+    """Id, path or URL (with the served name) of the teacher, empty if it was made in memory; of several, by name."""
     if isinstance(given, dict):
-        return {name: cast(str, name_of(teacher)) for name, teacher in given.items()}
-    return given if isinstance(given, str) else base_name(given)
+        return {name: cast(str, name_of(given[name], own)) for name, own in named_teachers(made).items()}
+    if isinstance(made, ServerTeacher):
+        return made.name
+    return given if isinstance(given, str) else base_name(cast(PreTrainedModel | PeftModel, given))
 
 
 def rows_by_teacher(teacher: Teacher, rollout: Rollout) -> dict[str, Tensor]:
