@@ -34,6 +34,7 @@ def record(**more: Any) -> dict[str, Any]:
         "completion": "abc",
         "stopped": True,
         "tokens": ["a", "b", "c"],
+        "trained": [True, True, True],
         "advantages": [2.0, -2.0, 0.0],
     }
     return {**values, **more}

@@ -102,7 +102,9 @@ class OnPolicyDistillationConfig(TrainingArguments):
 
     # Rollouts
     num_generations: int = field(default=1, metadata=_help("Completions per prompt. Rewards need at least 2."))
-    max_completion_length: int = field(default=512, metadata=_help("Longest completion in tokens, the stop token included."))
+    max_completion_length: int = field(
+        default=512, metadata=_help("Longest completion in tokens, the stop token and the output of tools included.")
+    )
     temperature: float = field(
         default=1.0, metadata=_help("Sampling temperature; student and teacher are scored at the same one. > 0.")
     )
@@ -128,6 +130,13 @@ class OnPolicyDistillationConfig(TrainingArguments):
     )
     mask_truncated_completions: bool = field(
         default=False, metadata=_help("Do not train on completions that were cut at max_completion_length.")
+    )
+
+    max_tool_calling_iterations: int | None = field(
+        default=None,
+        metadata=_help(
+            "Most times that a completion gets answers of `tools`; unset: as often as max_completion_length has room for."
+        ),
     )
 
     # Objective
@@ -238,7 +247,8 @@ class OnPolicyDistillationConfig(TrainingArguments):
         if self.kl_clip is not None and self.kl_clip <= 0:
             raise ValueError(f"kl_clip is {self.kl_clip} nats; a bound must be > 0. Leave it out for no bound.")
         counts = ("num_generations", "max_completion_length", "num_substeps")
-        for name in (*counts, "max_prompt_length", "per_device_rollout_batch_size"):
+        optional = ("max_prompt_length", "per_device_rollout_batch_size", "max_tool_calling_iterations")
+        for name in (*counts, *optional):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1.")

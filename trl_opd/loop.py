@@ -24,9 +24,11 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from . import checks, completions, processes, state
 from .batch import Rollout, ScoredBatch
 from .callbacks import StopOnSigterm
+from .logprobs import score_in_batches
 from .loss import count_items
 from .metrics import Metrics
 from .models import eval_mode
+from .rewards import reward_advantages
 from .rng import forked_rng
 from .rows import FilledStream, Filler, RowSampler, SampledRows, Shares, with_seeds
 from .saving import SavingTrainer
@@ -41,6 +43,7 @@ class DistillationLoop(SavingTrainer):
     processing_class: PreTrainedTokenizerBase
     evaluators: list[Callable[[Any], dict[str, float]]]
     vocab_size: int
+    reward_weights: list[float]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -70,6 +73,10 @@ class DistillationLoop(SavingTrainer):
     def _any_process(self, flag: bool) -> bool:
         return bool(cast(Tensor, self.accelerator.reduce(torch.tensor(int(flag), device=self.args.device))))
 
+    def _most(self, number: int) -> int:
+        """The greatest of the numbers that the processes, all of which must call this, pass."""
+        return max(gather_object([number]))
+
     def scored_batch(self, rows: list[dict[str, Any]]) -> ScoredBatch:
         """Everything before the update of the policy."""
         raise NotImplementedError
@@ -80,7 +87,31 @@ class DistillationLoop(SavingTrainer):
 
     def student_logps(self, sequences: Rollout | ScoredBatch) -> Tensor:
         """(B, T) log-probs under the student as it is now, without gradient."""
-        raise NotImplementedError
+        with eval_mode(self.model):
+            return score_in_batches(
+                self.model_wrapped,
+                sequences.ids_BT,
+                sequences.attention_mask_BT,
+                temperature=self.args.temperature,
+                vocab_size=self.vocab_size,
+                batch_size=self.args.per_device_train_batch_size,
+            )
+
+    def _with_logps(self, rollout: Rollout) -> Rollout:
+        """The rollout with the student's own log-probs where a user's loop gave none (NaN); all processes must call this."""
+        missing_BT = rollout.sampled_logps_BT.isnan()
+        if not self._any_process(bool(missing_BT.any())):
+            return rollout
+        return rollout.with_sampled_logps(torch.where(missing_BT, self.student_logps(rollout), rollout.sampled_logps_BT))
+
+    def _reward_advantages(self, rewards_BF: Tensor) -> Tensor:
+        """(B,) of this process, centred and scaled among the rewards of all, each of which must call this."""
+        shares = gather_object([rewards_BF])
+        start = sum(len(share) for share in shares[: self.accelerator.process_index])
+        advantages = reward_advantages(
+            torch.cat(shares), self.reward_weights, self.args.num_generations, self.args.scale_rewards
+        )
+        return advantages[start : start + len(rewards_BF)]
 
     # ---- Batches
 

@@ -1,29 +1,10 @@
 """Rollout engines: prompts in, completions with their sampled log-probabilities out. One engine a file."""
 
-from typing import Protocol
-
-from peft import PeftModel
-from transformers import PreTrainedModel
-
-from ..batch import Completion
+from .engine import RolloutEngine as RolloutEngine
+from .func import RolloutFunc as RolloutFunc
+from .func import trajectories as trajectories
+from .tools import Tool as Tool
+from .tools import ToolEngine as ToolEngine
+from .tools import ToolTemplate as ToolTemplate
+from .tools import make_tool_template as make_tool_template
 from .transformers import TransformersEngine as TransformersEngine
-
-
-class RolloutEngine(Protocol):
-    """Samples from the student. A second engine is a second class with this method."""
-
-    def generate(
-        self, model: PreTrainedModel | PeftModel, prompts: list[list[int]], seeds: list[int] | None = None
-    ) -> list[Completion]:
-        """Samples one completion for each prompt under `model`'s present weights.
-
-        Args:
-            model: The student, unwrapped. The engine leaves its weights, mode and generation config as they were.
-            prompts: Token ids; a prompt that stands here several times gets independent completions.
-            seeds: One for each prompt, from which alone its completion is sampled, so that it does not depend on the rest of
-                the batch. None: from the global generators, which the trainer seeds for each rollout and process.
-
-        Returns:
-            As many completions, in order, each of at least one token.
-        """
-        ...
