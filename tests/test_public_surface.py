@@ -53,6 +53,7 @@ CONFIG_FIELDS: dict[str, Any] = {
     "per_device_rollout_batch_size": None,
     "gather_for_generation": True,
     "mask_truncated_completions": False,
+    "max_tool_calling_iterations": None,
     # objective
     "kl_penalty_coef": 1.0,
     "kl_discount_factor": 0.0,
@@ -145,6 +146,8 @@ def test_trainer_constructor() -> None:
         ("peft_config", None, False),
         ("reward_funcs", None, False),
         ("evaluators", None, False),
+        ("tools", None, False),
+        ("rollout_func", None, False),
     ]
 
 

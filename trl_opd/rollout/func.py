@@ -6,6 +6,7 @@ the function returns one trajectory for each; and `logprobs` may be left out.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
@@ -77,8 +78,8 @@ def trajectories(
 
 def with_columns(row: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
     """The row, of its own class and with its seed, with further columns."""
-    other = type(row)({**row, **columns})
-    vars(other).update(vars(row) if type(row) is not dict else {})
+    other = copy.copy(row)
+    other.update(columns)
     return other
 
 
