@@ -24,8 +24,8 @@ def given(prompts: list[str], trainer: Any) -> dict[str, Any]:
     """Trajectories of two turns; log-probs left out."""
     return {
         "prompt_ids": [trainer.prompt_encoder.encode({"prompt": prompt}) for prompt in prompts],
-        "completion_ids": [IDS[:-1] + [8 + i, 1] for i in range(len(prompts))],
-        "env_mask": [MASK + [1]] * len(prompts),
+        "completion_ids": [[*IDS[:-1], 8 + i, 1] for i in range(len(prompts))],
+        "env_mask": [[*MASK, 1]] * len(prompts),
     }
 
 
@@ -121,7 +121,7 @@ def test_missing_keys_and_other_types_are_told() -> None:
         parsed({"prompt_ids": [[9]]})
     with pytest.raises(ValueError, match="returned a list"):
         parsed([])
-    with pytest.raises(ValueError, match="7 tokens .* context is 6"):
+    with pytest.raises(ValueError, match=r"7 tokens .* context is 6"):
         parsed(GOOD, context=6)
 
 
@@ -194,8 +194,8 @@ def test_a_loop_may_sample_with_the_engine(tmp_path: Path) -> None:
         pairs = list(zip(first, second, strict=True))
         return {
             "prompt_ids": prompt_ids,
-            "completion_ids": [a.ids + [20, 21] + b.ids for a, b in pairs],
-            "logprobs": [a.logps + [0.0, 0.0] + b.logps for a, b in pairs],
+            "completion_ids": [[*a.ids, 20, 21, *b.ids] for a, b in pairs],
+            "logprobs": [[*a.logps, 0.0, 0.0, *b.logps] for a, b in pairs],
             "env_mask": [[1] * len(a.ids) + [0, 0] + [1] * len(b.ids) for a, b in pairs],
         }
 

@@ -69,7 +69,7 @@ def test_the_ids_are_those_of_the_whole_conversation_rendered_at_once(tmp_path: 
 
 def test_what_was_sampled_is_not_tokenised_anew(tmp_path: Path) -> None:
     """The student may sample a token where its text, read again, gives two."""
-    called = ids("<call>double x=") + [TOKENIZER.get_vocab()["42"]] + ids("</call><eos>")
+    called = [*ids("<call>double x="), TOKENIZER.get_vocab()["42"], *ids("</call><eos>")]
     assert ids(TOKENIZER.decode(called)) != called
 
     class Unusual(Scripted):
@@ -106,7 +106,9 @@ def test_no_tool_output_without_room_for_a_token_after_it(tmp_path: Path, limit:
     assert completion.mask[-1]
     assert not completion.stopped
     assert completion.tool_use is not None
-    assert [m["role"] for m in completion.tool_use.messages] == (["assistant", "tool", "assistant"] if goes_on else ["assistant"])
+    assert [m["role"] for m in completion.tool_use.messages] == (
+        ["assistant", "tool", "assistant"] if goes_on else ["assistant"]
+    )
 
 
 def test_a_turn_that_was_cut_calls_nothing(tmp_path: Path) -> None:
