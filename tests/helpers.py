@@ -102,7 +102,7 @@ def lora(**settings: Any) -> LoraConfig:
 def make_trainer(folder: Path, *, cls: type[OnPolicyDistillationTrainer] = OnPolicyDistillationTrainer, **more: Any) -> Any:
     """A trainer over tiny models; keyword arguments of the trainer replace the defaults, others go to the config."""
     names = {"model", "teacher_model", "train_dataset", "eval_dataset", "processing_class", "callbacks", "optimizers"}
-    names |= {"quantization_config", "peft_config", "reward_funcs", "evaluators"}
+    names |= {"quantization_config", "peft_config", "reward_funcs", "evaluators", "tools", "rollout_func"}
     arguments = {name: more.pop(name) for name in list(more) if name in names}
     defaults = {
         "model": lambda: make_model(0),

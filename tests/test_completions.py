@@ -34,6 +34,7 @@ def record(**more: Any) -> dict[str, Any]:
         "completion": "abc",
         "stopped": True,
         "tokens": ["a", "b", "c"],
+        "trained": [True, True, True],
         "advantages": [2.0, -2.0, 0.0],
     }
     return {**values, **more}
@@ -96,7 +97,7 @@ def test_the_first_completion_of_each_dataset_is_shown() -> None:
 def test_a_completion_without_advantages_is_shown() -> None:
     """All zero, as where it is masked, or none at all."""
     assert "1+1=abc" in printed(record(advantages=[0.0, 0.0, 0.0]))
-    assert "1+1=" in printed(record(tokens=[], advantages=[]))
+    assert "1+1=" in printed(record(tokens=[], trained=[], advantages=[]))
 
 
 # ---- In a run

@@ -64,6 +64,7 @@ CONFIG_FIELDS: dict[str, Any] = {
     "vllm_server_base_url": None,
     "vllm_adapter_dir": None,
     "mask_truncated_completions": False,
+    "max_tool_calling_iterations": None,
     # objective
     "kl_penalty_coef": 1.0,
     "kl_discount_factor": 0.0,
@@ -156,6 +157,8 @@ def test_trainer_constructor() -> None:
         ("peft_config", None, False),
         ("reward_funcs", None, False),
         ("evaluators", None, False),
+        ("tools", None, False),
+        ("rollout_func", None, False),
     ]
 
 

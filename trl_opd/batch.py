@@ -17,15 +17,35 @@ from .rows import Filler
 
 
 @dataclass(frozen=True)
+class ToolUse:
+    """What a completion of several turns did with tools."""
+
+    messages: list[dict[str, Any]]
+    """The assistant's turns, with their `tool_calls`, and the tools' answers, in order."""
+    calls: int
+    failures: int
+    """Calls that were answered with an error."""
+
+
+@dataclass(frozen=True)
 class Completion:
     """What a rollout engine returns for one prompt."""
 
     ids: list[int]
-    """The sampled tokens, the stop token included."""
+    """The sampled tokens, the stop token included; of several turns, what stands between them too."""
     logps: list[float]
-    """Nats, one for each of `ids`, under the distribution it was sampled from."""
+    """Nats, one for each of `ids`, under the distribution it was sampled from; what stands off the mask is ignored."""
     stopped: bool
     """True if it ended with a stop token, False if it was cut at the length limit."""
+    mask: list[bool] | None = None
+    """One for each of `ids`: False where the student did not sample it (a tool's output, another's turn). None: all True."""
+    tool_use: ToolUse | None = None
+    """Where there are tools."""
+
+    @property
+    def actions(self) -> list[bool]:
+        """`mask`, written out."""
+        return [True] * len(self.ids) if self.mask is None else [bool(action) for action in self.mask]
 
 
 @dataclass(frozen=True)
@@ -38,7 +58,7 @@ class Rollout:
     mask_BT: Tensor
     """The action mask: True on sampled tokens that are trained on."""
     sampled_logps_BT: Tensor
-    """Nats, fp32; 0 off the completion."""
+    """Nats, fp32; 0 on what the student did not sample."""
     prompt_lengths_B: Tensor
     completion_lengths_B: Tensor
     """Tokens, whether they are trained on or not."""
@@ -47,6 +67,8 @@ class Rollout:
     """The dataset row behind each sequence."""
     teacher_prompts: tuple[list[int], ...] | None = None
     """Token ids of the prompt the teacher sees in place of the student's, where it has its own."""
+    tool_use: tuple[ToolUse, ...] | None = None
+    """Where there are tools."""
 
     def __len__(self) -> int:
         return len(self.ids_BT)
@@ -74,16 +96,22 @@ class Rollout:
             _same_length("prompts", prompts, "teacher prompts", teacher_prompts)
         for number, completion in enumerate(completions):
             _same_length(f"token ids of completion {number}", completion.ids, "log-probs", completion.logps)
+            _same_length(f"token ids of completion {number}", completion.ids, "mask values", completion.actions)
+        tool_use = [completion.tool_use for completion in completions if completion.tool_use is not None]
+        if tool_use:
+            _same_length("completions", completions, "records of tool use", tool_use)
 
-        ids = [prompt + completion.ids for prompt, completion in zip(prompts, completions, strict=True)]
-        logps = [[0.0] * len(prompt) + completion.logps for prompt, completion in zip(prompts, completions, strict=True)]
+        pairs = list(zip(prompts, completions, strict=True))
+        ids = [prompt + completion.ids for prompt, completion in pairs]
+        actions = [[False] * len(prompt) + completion.actions for prompt, completion in pairs]
+        logps = [[0.0] * len(prompt) + _sampled(completion) for prompt, completion in pairs]
         prompt_lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
         completion_lengths_B = torch.tensor([len(completion.ids) for completion in completions], device=device)
         stopped_B = torch.tensor([completion.stopped for completion in completions], device=device)
         ids_BT = pad_right(ids, pad_id, torch.long, device)
         position_T = torch.arange(ids_BT.shape[1], device=device)
         attention_mask_BT = position_T < (prompt_lengths_B + completion_lengths_B)[:, None]
-        mask_BT = attention_mask_BT & (position_T >= prompt_lengths_B[:, None])
+        mask_BT = pad_right(actions, False, torch.bool, device)
         if mask_truncated:
             mask_BT &= stopped_B[:, None]
         return cls(
@@ -96,10 +124,11 @@ class Rollout:
             stopped_B=stopped_B,
             rows=tuple(rows),
             teacher_prompts=None if teacher_prompts is None else tuple(teacher_prompts),
+            tool_use=tuple(tool_use) or None,
         )
 
     def completion_ids(self) -> list[list[int]]:
-        """Each row's sampled tokens without padding."""
+        """Each row's tokens after the prompt, without padding: what the student sampled and what stands between its turns."""
         starts, lengths = self.prompt_lengths_B.tolist(), self.completion_lengths_B.tolist()
         return [ids[start : start + length] for ids, start, length in zip(self.ids_BT.tolist(), starts, lengths, strict=True)]
 
@@ -121,8 +150,9 @@ class Rollout:
         """The sequences where `where_B` is True."""
         kept = where_B.nonzero().flatten().tolist()
         tensors = {f.name: value[where_B] for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
-        prompts = None if self.teacher_prompts is None else tuple(self.teacher_prompts[i] for i in kept)
-        return replace(self, **tensors, rows=tuple(self.rows[i] for i in kept), teacher_prompts=prompts)
+        names = ("rows", "teacher_prompts", "tool_use")
+        lists = {name: tuple(value[i] for i in kept) for name in names if (value := getattr(self, name)) is not None}
+        return replace(self, **tensors, **lists)
 
     def with_stubs(self, count: int) -> Rollout:
         """The same sequences and, after them, `count` of two tokens that no one needs: the shortest a model can score."""
@@ -199,6 +229,11 @@ def check_shape(name: str, tensor: Tensor, ids_BT: Tensor) -> None:
     """Raises ValueError if `tensor` does not belong to `ids_BT` position by position."""
     if tensor.shape != ids_BT.shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but the token ids have {tuple(ids_BT.shape)}.")
+
+
+def _sampled(completion: Completion) -> list[float]:
+    """The log-probs of actions, 0 elsewhere, where a user's own loop may have left anything."""
+    return [float(logp) if action else 0.0 for logp, action in zip(completion.logps, completion.actions, strict=True)]
 
 
 def _same_length(name: str, one: Sequence[Any], other_name: str, other: Sequence[Any]) -> None:

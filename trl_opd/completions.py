@@ -22,9 +22,10 @@ FOLDER = "_completions"
 def completion_records(
     rollout: Rollout, batch: ScoredBatch, tokenizer: PreTrainedTokenizerBase, step: int
 ) -> list[dict[str, Any]]:
-    """One record a completion: its prompt, text and, token by token, text, log-probs and advantage."""
+    """One record a completion: its prompt, text and, token by token, text, whether trained on, log-probs and advantage."""
     advantages, teacher_logps = batch.advantages_BT.tolist(), batch.teacher_logps_BT.tolist()
     sampled_logps, stopped = batch.sampled_logps_BT.tolist(), rollout.stopped_B.tolist()
+    actions = rollout.mask_BT.tolist()
     starts = rollout.prompt_lengths_B.tolist()
     texts = _TokenTexts(tokenizer, rollout.ids_BT[0, : starts[0]].tolist())
     records = []
@@ -41,6 +42,7 @@ def completion_records(
                 "stopped": stopped[row],
                 "reward_advantage": float(batch.reward_advantages_B[row]),
                 "tokens": [texts[token] for token in ids],
+                "trained": actions[row][span],
                 "sampled_logps": sampled_logps[row][span],
                 "teacher_logps": teacher_logps[row][span],
                 "advantages": advantages[row][span],
@@ -60,15 +62,16 @@ def print_completions(records: list[dict[str, Any]], console: Console | None = N
     """Prints the first completion of each dataset.
 
     Green: the teacher likes the token better than the student did; red: less. The stronger the colour, the greater |A|; tokens
-    with a negative advantage are underlined too, so that the sign can be seen without colour.
+    with a negative advantage are underlined too, so that the sign can be seen without colour. What is not trained on (a tool's
+    output) is dim, as the prompt is.
     """
     console = console or Console()
     first = {record["dataset"]: record for record in reversed(records)}
     for name, record in reversed(first.items()):
         text = Text().append(record["prompt"], style="dim")
         largest = max((abs(a) for a in record["advantages"]), default=0.0) or 1.0
-        for token, advantage in zip(record["tokens"], record["advantages"], strict=True):
-            text.append(token, style=_style(advantage / largest))
+        for token, trained, advantage in zip(record["tokens"], record["trained"], record["advantages"], strict=True):
+            text.append(token, style=_style(advantage / largest) if trained else "dim")
         if not record["stopped"]:
             text.append(" [cut]", style="yellow")
         title = f"step {record['step']} · {name} · green: teacher likes it better, red: less"

@@ -159,7 +159,9 @@ class OnPolicyDistillationConfig(TrainingArguments):
 
     # Rollouts
     num_generations: int = field(default=1, metadata=_help("Completions per prompt. Rewards need at least 2."))
-    max_completion_length: int = field(default=512, metadata=_help("Longest completion in tokens, the stop token included."))
+    max_completion_length: int = field(
+        default=512, metadata=_help("Longest completion in tokens, the stop token and the output of tools included.")
+    )
     temperature: float = field(
         default=1.0, metadata=_help("Sampling temperature; student and teacher are scored at the same one. > 0.")
     )
@@ -200,6 +202,13 @@ class OnPolicyDistillationConfig(TrainingArguments):
     )
     mask_truncated_completions: bool = field(
         default=False, metadata=_help("Do not train on completions that were cut at max_completion_length.")
+    )
+
+    max_tool_calling_iterations: int | None = field(
+        default=None,
+        metadata=_help(
+            "Most times that a completion gets answers of `tools`; unset: as often as max_completion_length has room for."
+        ),
     )
 
     # Objective

@@ -22,7 +22,8 @@ def check_values(args: Any) -> None:
     if not args.vllm_server_timeout > 0:
         raise ValueError(f"vllm_server_timeout is {args.vllm_server_timeout} s; it must be > 0 (240 is the default).")
     counts = ("num_generations", "max_completion_length", "num_substeps", "teacher_sync_steps")
-    for name in (*counts, "max_prompt_length", "per_device_rollout_batch_size"):
+    optional = ("max_prompt_length", "per_device_rollout_batch_size", "max_tool_calling_iterations")
+    for name in (*counts, *optional):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1.")

@@ -24,10 +24,12 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from . import checks, completions, processes, state
 from .batch import Rollout, ScoredBatch
 from .callbacks import StopOnSigterm
+from .logprobs import score_in_batches
 from .loss import count_items
 from .metrics import Metrics
 from .mixing import MixedSampler, NamedRows, make_mixture
 from .models import eval_mode
+from .rewards import reward_advantages
 from .rng import forked_rng
 from .rollout import RolloutEngine
 from .rows import FilledStream, Filler, RowSampler, SampledRows, Shares, with_seeds
@@ -47,6 +49,7 @@ class DistillationLoop(SavingTrainer):
     prepare_eval: Callable[[Any], Any]
     """Checks evaluation data, and gives each row its teacher's name."""
     engine: RolloutEngine
+    reward_weights: list[float]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -87,22 +90,6 @@ class DistillationLoop(SavingTrainer):
     def _prepare_teacher(self, model: nn.Module) -> nn.Module:
         return processes.prepare_frozen(model, self.accelerator, stays=self.args.teacher_offload)
 
-    @contextmanager
-    def served(self) -> Iterator[None]:
-        """Where servers are asked: if one was lost to any process, all get a `ServerError`, so that none waits for another.
-
-        All processes must come here, and nothing inside may wait for the others, unless no server is asked.
-        """
-        error = None
-        try:
-            yield
-        except ServerError as caught:
-            error = caught
-        if not self._any_process(error is not None):
-            return
-        messages = cast(list[str], gather_object([str(error) if error else ""]))
-        raise error or ServerError(f"On another process: {next(filter(None, messages))}")
-
     def scored_batch(self, rows: list[dict[str, Any]]) -> ScoredBatch:
         """Everything before the update of the policy."""
         raise NotImplementedError
@@ -113,7 +100,31 @@ class DistillationLoop(SavingTrainer):
 
     def student_logps(self, sequences: Rollout | ScoredBatch) -> Tensor:
         """(B, T) log-probs under the student as it is now, without gradient."""
-        raise NotImplementedError
+        with eval_mode(self.model):
+            return score_in_batches(
+                self.model_wrapped,
+                sequences.ids_BT,
+                sequences.attention_mask_BT,
+                temperature=self.args.temperature,
+                vocab_size=self.vocab_size,
+                batch_size=self.args.per_device_train_batch_size,
+            )
+
+    def _with_logps(self, rollout: Rollout) -> Rollout:
+        """The rollout with the student's own log-probs where a user's loop gave none (NaN); all processes must call this."""
+        missing_BT = rollout.sampled_logps_BT.isnan()
+        if not self._any_process(bool(missing_BT.any())):
+            return rollout
+        return rollout.with_sampled_logps(torch.where(missing_BT, self.student_logps(rollout), rollout.sampled_logps_BT))
+
+    def _reward_advantages(self, rewards_BF: Tensor) -> Tensor:
+        """(B,) of this process, centred and scaled among the rewards of all, each of which must call this."""
+        shares = gather_object([rewards_BF])
+        start = sum(len(share) for share in shares[: self.accelerator.process_index])
+        advantages = reward_advantages(
+            torch.cat(shares), self.reward_weights, self.args.num_generations, self.args.scale_rewards
+        )
+        return advantages[start : start + len(rewards_BF)]
 
     def compare_engine(self, logps_BT: Tensor, batch: ScoredBatch) -> None:
         """Compares a rollout's log-probs with the trainer's own of the same weights; all processes must call this."""

@@ -112,6 +112,11 @@ def record_rollout(metrics: Metrics, rollout: Rollout, teacher_logps_BT: Tensor,
     metrics.add_extremes(lengths_B, low="completions/min_length", high="completions/max_length")
     metrics.add("completions/stopped_fraction", stopped_B.sum(), len(rollout))
     metrics.add("completions/truncated_fraction", (~stopped_B).sum(), len(rollout))
+    if rollout.tool_use is not None:
+        calls = sum(use.calls for use in rollout.tool_use)
+        metrics.add("tools/call_frequency", calls, len(rollout))
+        metrics.add("tools/calling_fraction", sum(use.calls > 0 for use in rollout.tool_use), len(rollout))
+        metrics.add("tools/failure_frequency", sum(use.failures for use in rollout.tool_use), calls)
     metrics.count("tokens", int(rollout.mask_BT.sum()))
     prompts = rollout.teacher_prompts
     prompt_tokens = int(rollout.prompt_lengths_B.sum()) if prompts is None else sum(map(len, prompts))

@@ -17,6 +17,7 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from . import checks
 from .models import is_quantized, without_peft
+from .servers import ServerError
 
 T = TypeVar("T")
 
@@ -154,6 +155,21 @@ def gathered_state(model: nn.Module) -> dict[str, Tensor]:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapted)
     state: dict[str, Any] = get_model_state_dict(model, options=options)
     return state
+
+
+@contextmanager
+def served() -> Iterator[None]:
+    """Where servers are asked: if one was lost to any process, all get a `ServerError`, so that none waits for another.
+
+    All processes must come here, and nothing inside may wait for the others, unless no server is asked.
+    """
+    error = None
+    try:
+        yield
+    except ServerError as caught:
+        error = caught
+    if messages := [message for message in gather_object([str(error) if error else ""]) if message]:
+        raise error or ServerError(f"On another process: {messages[0]}")
 
 
 def on_first_process(function: Callable[[], T]) -> T:

@@ -40,6 +40,11 @@ class PromptEncoder:
         if column not in row:
             raise ValueError(f"A row has no '{column}' column; it has {sorted(row)}. Rename the one that holds the prompt.")
         prompt = row[column]
+        if isinstance(prompt, str) and column == "prompt" and self.chat_template_kwargs.get("tools"):
+            raise ValueError(
+                f"There are tools, but the prompt {prompt!r:.200} is a text; it is the chat template that tells of tools. "
+                'Make it a conversation: [{"role": "user", "content": ...}].'
+            )
         if isinstance(prompt, str):
             ids = self._encode_text(prompt)
         elif isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt):

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .batch import ToolUse
+
 RewardFunc = Callable[..., Sequence[float | None]]
 """`reward(prompts, completions, **columns) -> list of float or None`, as in TRL: keyword lists of equal length."""
 
@@ -19,12 +21,14 @@ def compute_rewards(
     rows: Sequence[dict[str, Any]],
     completion_texts: Sequence[str],
     completion_ids: Sequence[list[int]],
+    tool_use: Sequence[ToolUse] | None = None,
     **more: Any,
 ) -> Tensor:
     """Calls each function once on all completions.
 
     A function gets `prompts`, `completions`, `completion_ids`, each column of the dataset and `more`, as far as it has
-    parameters for them. Completions of conversational prompts are lists of one assistant message.
+    parameters for them. Completions of conversational prompts are lists of one assistant message; where there are tools
+    (`tool_use`), of all the turns.
 
     Returns:
         (B, F) rewards, float64; NaN where a function returned None (it does not apply to that row).
@@ -36,6 +40,8 @@ def compute_rewards(
         text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
         for row, text in zip(rows, completion_texts, strict=True)
     ]
+    if tool_use is not None:
+        completions = [use.messages for use, _ in zip(tool_use, rows, strict=True)]
     names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "completion"))  # in order
     columns = {name: [row.get(name) for row in rows] for name in names}
     arguments = {

@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import datasets
 import torch
-from accelerate.utils import gather_object
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -37,17 +36,18 @@ from .callbacks import AfterStepCallback, DistillationProgressCallback
 from .comparison import compare
 from .config import OnPolicyDistillationConfig, as_dict
 from .data import prepare_eval, prepare_train
-from .logprobs import score_in_batches, score_tokens
+from .logprobs import score_tokens
 from .loop import TRAIN, DistillationLoop
 from .loss import Stats, policy_loss
 from .metrics import record_rewards, record_rollout, record_update
 from .mixing import name_column
-from .models import base_name, eval_mode, load_student, load_tokenizer
-from .processes import fsdp_plugin, greatest
+from .models import base_name, load_student, load_tokenizer
+from .processes import fsdp_plugin, greatest, served
 from .prompts import PromptEncoder
-from .rewards import RewardFunc, compute_rewards, reward_advantages, reward_names, weighted_rewards
+from .rewards import RewardFunc, compute_rewards, reward_names, weighted_rewards
 from .rng import forked_rng
-from .rollout import RolloutEngine, make_engine
+from .rollout import RolloutEngine, RolloutFunc, Tool, ToolEngine, make_engine, make_tool_template, trajectories
+from .rollout.func import Sampled
 from .rows import Filler, Row
 from .teacher_prompts import TeacherPromptEncoder
 from .teachers import ModelTeacher, ServerTeacher, Teacher, make_teachers, name_of, rows_by_teacher, teachers_of
@@ -80,6 +80,8 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         peft_config: Adapter to train in place of the student's weights.
         reward_funcs: TRL's signature, `f(prompts, completions, **columns) -> list[float | None]`; mixed into the advantage.
         evaluators: Called with the trainer at each evaluation; the figures they return are logged as `eval_<name>`.
+        tools: Functions the student may call, as in TRL; what they return is read by both, and not trained on.
+        rollout_func: Your own loop in place of sampling: `f(prompts, trainer) -> dict`, see docs/rollouts.md.
 
     Raises:
         ValueError: If something does not fit together; the message says what was found and what to do.
@@ -99,6 +101,8 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         peft_config: PeftConfig | None = None,
         reward_funcs: RewardFunc | list[RewardFunc] | None = None,
         evaluators: list[Evaluator] | None = None,
+        tools: list[Tool] | None = None,
+        rollout_func: RolloutFunc | None = None,
     ) -> None:
         args = args or OnPolicyDistillationConfig()
         teacher_model = checks.teacher_given(teacher_model, args)
@@ -111,7 +115,11 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         tokenizer = checks.prepare_tokenizer(processing_class or load_tokenizer(self.student_name, args))
         self.vocab_size = checks.policy_vocab_size(tokenizer)
         checks.check_vocab_rows(model, self.vocab_size, "student")
-        self.prompt_encoder = PromptEncoder(tokenizer, as_dict(args.chat_template_kwargs), checks.prompt_limit(model, args))
+        self.rollout_func, self.stop_ids = rollout_func, checks.stop_token_ids(model, tokenizer)
+        template_kwargs = as_dict(args.chat_template_kwargs)
+        tool_template = make_tool_template(tools, rollout_func, tokenizer, self.stop_ids, template_kwargs)
+        template_kwargs = template_kwargs if tool_template is None else tool_template.kwargs
+        self.prompt_encoder = PromptEncoder(tokenizer, template_kwargs, checks.prompt_limit(model, args))
         self.teacher_prompts = TeacherPromptEncoder(tokenizer, args)
         self.reward_funcs = [reward_funcs] if callable(reward_funcs) else list(reward_funcs or [])
         self.reward_weights = checks.reward_weights(args, len(self.reward_funcs))
@@ -135,6 +143,9 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(DistillationProgressCallback)
         self.engine: RolloutEngine = make_engine(args, model, tokenizer, synced_gpus=self.is_fsdp_enabled)
+        if tool_template is not None:
+            together = self.is_fsdp_enabled and args.rollout_engine == "transformers"
+            self.engine = ToolEngine(self.engine, tool_template, args, (lambda n: greatest([n])[0]) if together else None)
         self.teacher: Teacher = make_teachers(
             teacher_model,
             self.student,
@@ -215,18 +226,18 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         """Completions for `rows`, the teacher's log-probs of them (B, T) and their rewards (B, F); all are measured."""
         with self.metrics.timed("sync"), self.accelerator.autocast():
             self.engine.sync(self.student())
-        with self.metrics.timed("rollout"), forked_rng(self.args.seed, *stream, self.accelerator.process_index), self.served():
+        with self.metrics.timed("rollout"), forked_rng(self.args.seed, *stream, self.accelerator.process_index), served():
             rollout = self.generate_rollout(rows)
         if self.args.truncates_sampling and not self.engine.whole_softmax:
             rollout = rollout.with_sampled_logps(self.student_logps(rollout))
         checks.check_rollout(rollout, len(rows))
         rollout, real_B = rollout.without_fillers(), rollout.real_B
-        with self.metrics.timed("teacher"), self.served():
+        with self.metrics.timed("teacher"), served():
             teacher_logps_BT = self.score_with_teacher(rollout)
         checks.check_scores(rollout, teacher_logps_BT, self.args.kl_clip)
         ids = rollout.completion_ids()
         texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
-        rewards_BF = compute_rewards(self.reward_funcs, rollout.rows, texts, ids, trainer_state=self.state)
+        rewards_BF = compute_rewards(self.reward_funcs, rollout.rows, texts, ids, rollout.tool_use, trainer_state=self.state)
         rewards_BF[~real_B.cpu()] = torch.nan
 
         record_rollout(self.metrics, rollout[real_B], teacher_logps_BT[real_B], self._name_column)
@@ -238,6 +249,20 @@ class OnPolicyDistillationTrainer(DistillationLoop):
 
     def generate_rollout(self, rows: list[dict[str, Any]]) -> Rollout:
         """Lets the student write one completion for each row; rows of a group follow each other."""
+        prompts, completions, rows = self._sampled(rows) if self.rollout_func is None else self._of_user(rows)
+        rollout = Rollout.build(
+            prompts,
+            completions,
+            rows,
+            pad_id=cast(int, self.processing_class.pad_token_id),
+            device=self.args.device,
+            teacher_prompts=self.teacher_prompts.encode_rows(rows, prompts),
+            mask_truncated=self.args.mask_truncated_completions,
+        )
+        return rollout if self.rollout_func is None else self._with_logps(rollout)
+
+    def _sampled(self, rows: list[dict[str, Any]]) -> Sampled:
+        """Prompts and the engine's completions of them."""
         seeds = [row.seed for row in rows if isinstance(row, Row) and row.seed is not None]
         prompts = [self.prompt_encoder.encode(row) for row in rows]
         kept = [self.prompt_encoder.truncate(prompt) for prompt in prompts]
@@ -249,15 +274,14 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         self.metrics.add("prompts/truncated_fraction", sum(cut), len(cut))
         with self.accelerator.autocast():  # `generate` of an adapted model does not pass the wrapper that training is cast by
             generated = self.engine.generate(self.student(), kept, seeds if len(seeds) == len(rows) else None)
-        return Rollout.build(
-            kept,
-            generated,
-            rows,
-            pad_id=cast(int, self.processing_class.pad_token_id),
-            device=self.args.device,
-            teacher_prompts=self.teacher_prompts.encode_rows(rows, kept),
-            mask_truncated=self.args.mask_truncated_completions,
-        )
+        return kept, generated, rows
+
+    def _of_user(self, rows: list[dict[str, Any]]) -> Sampled:
+        """Prompts and completions of `rollout_func`, and the rows with the columns it added."""
+        assert self.rollout_func is not None
+        returned = self.rollout_func([row["prompt"] for row in rows], self)
+        context = checks.context_length(self.student())
+        return trajectories(returned, rows, stop_ids=self.stop_ids, vocab_size=self.vocab_size, context=context)
 
     def score_with_teacher(self, rollout: Rollout) -> Tensor:
         """(B, T) nats: the teacher's log-prob of each token the student wrote."""
@@ -293,27 +317,6 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         )
 
     # ---- Parts
-
-    def _reward_advantages(self, rewards_BF: Tensor) -> Tensor:
-        """(B,) of this process, centred and scaled among the rewards of all, each of which must call this."""
-        shares = gather_object([rewards_BF])
-        start = sum(len(share) for share in shares[: self.accelerator.process_index])
-        advantages = reward_advantages(
-            torch.cat(shares), self.reward_weights, self.args.num_generations, self.args.scale_rewards
-        )
-        return advantages[start : start + len(rewards_BF)]
-
-    def student_logps(self, sequences: Rollout | ScoredBatch) -> Tensor:
-        """(B, T) log-probs under the student as it is now, without gradient."""
-        with eval_mode(self.model):
-            return score_in_batches(
-                self.model_wrapped,
-                sequences.ids_BT,
-                sequences.attention_mask_BT,
-                temperature=self.args.temperature,
-                vocab_size=self.vocab_size,
-                batch_size=self.args.per_device_train_batch_size,
-            )
 
     def half_precision(self) -> bool:
         """Whether student or teacher computes in 16 bits."""

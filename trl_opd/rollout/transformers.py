@@ -12,7 +12,7 @@ How this differs from calling `generate` as it is:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
@@ -67,20 +67,24 @@ class TransformersEngine:
         """Nothing to do: it samples from the weights that are trained."""
 
     def generate(
-        self, model: PreTrainedModel | PeftModel, prompts: list[list[int]], seeds: list[int] | None = None
+        self,
+        model: PreTrainedModel | PeftModel,
+        prompts: list[list[int]],
+        seeds: list[int] | None = None,
+        limits: list[int] | None = None,
     ) -> list[Completion]:
         """Samples one completion for each prompt; see `RolloutEngine`."""
         if seeds is None:
             seeds = torch.randint(2**62, (len(prompts),)).tolist()
+        limits = limits or [self.args.max_completion_length] * len(prompts)
+        rows = list(zip(prompts, seeds, limits, strict=True))
         size = self.args.per_device_rollout_batch_size or self.args.step_batch_size
         with _generating(model), gathered(model) if self.args.gather_for_generation else nullcontext():
-            chunks = [
-                self._generate_chunk(model, prompts[i : i + size], seeds[i : i + size]) for i in range(0, len(prompts), size)
-            ]
+            chunks = [self._generate_chunk(model, *zip(*rows[i : i + size], strict=True)) for i in range(0, len(rows), size)]
         return [completion for chunk in chunks for completion in chunk]
 
     def _generate_chunk(
-        self, model: PreTrainedModel | PeftModel, prompts: list[list[int]], seeds: list[int]
+        self, model: PreTrainedModel | PeftModel, prompts: Sequence[list[int]], seeds: Sequence[int], limits: Sequence[int]
     ) -> list[Completion]:
         width, device = max(len(prompt) for prompt in prompts), self.args.device
         ids = [[self.pad_id] * (width - len(prompt)) + prompt for prompt in prompts]
@@ -89,22 +93,23 @@ class TransformersEngine:
         sequences = cast(Any, model).generate(
             input_ids=torch.tensor(ids, device=device),
             attention_mask=torch.tensor(attention_mask, device=device),
-            generation_config=self._generation_config(),
+            generation_config=self._generation_config(max(limits)),
             logits_processor=LogitsProcessorList([sampler]),
             synced_gpus=self.synced_gpus,
         )
         new = sequences[:, width:]
         logps = torch.cat(sampler.columns, dim=1)[:, : new.shape[1]]
-        return [self._completion(*row) for row in zip(new.tolist(), logps.tolist(), strict=True)]
+        return [self._completion(*row) for row in zip(new.tolist(), logps.tolist(), limits, strict=True)]
 
-    def _completion(self, ids: list[int], logps: list[float]) -> Completion:
-        """Cuts a generated row after its first stop token."""
-        length = next((t + 1 for t, token in enumerate(ids) if token in self.stop_ids), None)
-        return Completion(ids=ids[:length], logps=logps[:length], stopped=length is not None)
+    def _completion(self, ids: list[int], logps: list[float], limit: int) -> Completion:
+        """Cuts a generated row after its first stop token, or at its limit."""
+        stop = next((t + 1 for t, token in enumerate(ids[:limit]) if token in self.stop_ids), None)
+        length = limit if stop is None else stop
+        return Completion(ids=ids[:length], logps=logps[:length], stopped=stop is not None)
 
-    def _generation_config(self) -> GenerationConfig:
+    def _generation_config(self, limit: int) -> GenerationConfig:
         return GenerationConfig(
-            max_new_tokens=self.args.max_completion_length,
+            max_new_tokens=limit,
             do_sample=False,  # `PolicySampler` has drawn the token
             eos_token_id=self.stop_ids,
             pad_token_id=self.pad_id,
@@ -149,7 +154,7 @@ class PolicySampler(LogitsProcessor):
         return logits_BV
 
 
-def uniforms(seeds: list[int], length: int, device: torch.device) -> Tensor:
+def uniforms(seeds: Sequence[int], length: int, device: torch.device) -> Tensor:
     """(B, length) numbers in (0, 1], each row from its seed and no other."""
     # numpy's generators take all bits of a seed, torch's on the CPU the lower 32 only
     rows_BT = torch.from_numpy(1 - np.stack([np.random.default_rng(seed).random(length) for seed in seeds]))

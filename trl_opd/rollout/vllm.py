@@ -75,20 +75,27 @@ class VLLMEngine:
         self.publisher.publish(model)
 
     def generate(
-        self, model: PreTrainedModel | PeftModel, prompts: list[list[int]], seeds: list[int] | None = None
+        self,
+        model: PreTrainedModel | PeftModel,
+        prompts: list[list[int]],
+        seeds: list[int] | None = None,
+        limits: list[int] | None = None,
     ) -> list[Completion]:
         """Samples one completion for each prompt; see `RolloutEngine`. The servers' adapter is that of the last `sync`."""
         if seeds is None:
             seeds = torch.randint(2**62, (len(prompts),)).tolist()
-        payloads = [self._payload(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
-        return self.servers.ask_all(COMPLETIONS, payloads, lambda number, answer: self._completion(prompts[number], answer))
+        limits = limits or [self.args.max_completion_length] * len(prompts)
+        payloads = [self._payload(*asked) for asked in zip(prompts, seeds, limits, strict=True)]
+        return self.servers.ask_all(
+            COMPLETIONS, payloads, lambda number, answer: self._completion(prompts[number], limits[number], answer)
+        )
 
-    def _payload(self, prompt: list[int], seed: int) -> dict[str, Any]:
+    def _payload(self, prompt: list[int], seed: int, limit: int) -> dict[str, Any]:
         return {
             "model": self.publisher.version,
             "prompt": prompt,
             "seed": seed,
-            "max_tokens": self.args.max_completion_length,
+            "max_tokens": limit,
             "min_tokens": 0,
             "temperature": self.args.temperature,
             "top_p": self.args.top_p,
@@ -105,14 +112,14 @@ class VLLMEngine:
             "return_tokens_as_token_ids": True,
         }
 
-    def _completion(self, prompt: list[int], answer: dict[str, Any]) -> Completion:
+    def _completion(self, prompt: list[int], limit: int, answer: dict[str, Any]) -> Completion:
         """Reads an answer.
 
         Raises:
             BadAnswer: If it is not a completion as it was asked for.
         """
         choice = answer["choices"][0]
-        ids, entries, limit = choice["token_ids"], choice["logprobs"]["top_logprobs"], self.args.max_completion_length
+        ids, entries = choice["token_ids"], choice["logprobs"]["top_logprobs"]
         if choice["prompt_token_ids"] != prompt:
             raise BadAnswer(f"it follows another prompt: ids {choice['prompt_token_ids'][:8]}..., sent was {prompt[:8]}...")
         if not 1 <= len(ids) <= limit or len(entries) != len(ids):
@@ -123,7 +130,7 @@ class VLLMEngine:
         if any(stops[:-1]) or not (stops[-1] or len(ids) == limit):
             raise BadAnswer(
                 f"its {len(ids)} tokens (finish_reason {choice['finish_reason']}) neither end with their first stop token nor "
-                f"at max_completion_length ({limit})"
+                f"at the limit of {limit}"
             )
         logps = [float(entry[f"token_id:{token}"]) for token, entry in zip(ids, entries, strict=True)]
         if not all(map(math.isfinite, logps)):
