@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from trl import TrlParser
 
-from trl_opd import OnPolicyDistillationConfig, OnPolicyDistillationTrainer
-from trl_opd.servers import ServerError
+from trl_opd import Completion, OnPolicyDistillationConfig, OnPolicyDistillationTrainer
+from trl_opd.rollout import VLLMEngine
+from trl_opd.rollout.publisher import AdapterPublisher
+from trl_opd.servers import BadAnswer, ServerError, Servers
 
 from .fake_vllm import FakeVLLM
 from .helpers import lora, losses, make_config, make_dataset, make_model, make_trainer, save_model, weights
@@ -140,6 +142,39 @@ def test_log_probs_are_looked_up_by_id(server: FakeVLLM, tmp_path: Path) -> None
     trainer = vllm_trainer(tmp_path, server)
     trainer.train()
     assert max(trainer.gaps) < 1e-5
+
+
+GOOD = {
+    "token_ids": [5, 6, 1],
+    "prompt_token_ids": [9],
+    "finish_reason": "stop",
+    "logprobs": {"top_logprobs": [{"token_id:5": -0.5}, {"token_id:7": -0.1, "token_id:6": -1.0}, {"token_id:1": -1.5}]},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"token_ids": [5, 6]}, "2 tokens with 3 log-probs"),
+        ({"token_ids": [], "logprobs": {"top_logprobs": []}}, "0 tokens"),
+        ({"token_ids": [5, 43, 1]}, "id 43, but the student's tokenizer has only 43"),
+        ({"token_ids": [5, 6, 5], "finish_reason": "length"}, r"3 tokens \(finish_reason length\) neither end"),
+        ({"token_ids": [5, 1, 1]}, "neither end with their first stop token"),
+        ({"prompt_token_ids": [9, 9]}, "another prompt"),
+        (
+            {"logprobs": {"top_logprobs": [{"token_id:5": float("nan")}, {"token_id:6": -1.0}, {"token_id:1": -1.5}]}},
+            "not finite",
+        ),
+    ],
+)
+def test_answers_that_are_no_completions_as_asked_for(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+    servers = Servers(["http://127.0.0.1:1"], timeout=1.0)
+    publisher = AdapterPublisher(servers, tmp_path)
+    numbers = {"stop_ids": [1], "vocab_size": 43, "num_rows": 43, "probe_ids": [5, 6]}
+    engine = VLLMEngine(make_config(tmp_path), servers, publisher, base="base", **numbers)
+    assert engine._completion([9], {"choices": [GOOD]}) == Completion([5, 6, 1], [-0.5, -1.0, -1.5], stopped=True)
+    with pytest.raises(BadAnswer, match=told):
+        engine._completion([9], {"choices": [{**GOOD, **changes}]})
 
 
 # ---- What is published
