@@ -128,6 +128,7 @@ def main() -> None:
     print(f"\n{question}\n  before: {before!r}\n  after:  {sample(trainer, question)!r}")
     print(f"held-out reverse KL, nats a token: {' -> '.join(f'{kl:.3f}' for kl in kls)} ({kls[-1] / kls[0]:.2f} of the start)")
     print(f"adapter saved in {chosen.output_dir}")
+    trainer.accelerator.end_training()  # several processes part in order
 
 
 if __name__ == "__main__":

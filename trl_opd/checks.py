@@ -10,11 +10,12 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .advantage import reverse_kl
 from .batch import Rollout, check_shape
 from .config import OnPolicyDistillationConfig
 from .models import without_peft
 from .prompts import PromptEncoder
+
+TeacherModel = str | list[str] | PreTrainedModel | PeftModel
 
 
 class DistillationWarning(UserWarning):
@@ -179,16 +180,16 @@ def check_devices(num_gpus: int) -> None:
 
 
 def teacher_given(
-    teacher: str | list[str] | PreTrainedModel | PeftModel | None, args: OnPolicyDistillationConfig
-) -> str | list[str] | PreTrainedModel | PeftModel:
+    teacher: TeacherModel | dict[str, TeacherModel] | None, args: OnPolicyDistillationConfig
+) -> TeacherModel | dict[str, TeacherModel]:
     """The teacher of the constructor, else that of the settings."""
     given = teacher if teacher is not None else args.teacher_model_name_or_path
     if given is None:
         raise ValueError(
-            "There is no teacher. Pass teacher_model (an id, a path, a model, the URL of a vLLM server, or 'base' for the "
-            "student without its adapter), or set teacher_model_name_or_path."
+            "There is no teacher. Pass teacher_model (an id, a path, a model, a vLLM server's URL, 'base' for the student "
+            "without its adapter, 'self' for the student, or a dict of several), or set teacher_model_name_or_path."
         )
-    return given
+    return cast(Any, given)
 
 
 def reward_weights(args: OnPolicyDistillationConfig, num_funcs: int) -> list[float]:
@@ -278,18 +279,6 @@ def check_advantages(advantages_BT: Tensor) -> None:
         raise ValueError(
             f"{bad} of {advantages_BT.numel()} advantages (compute_advantages) are not finite, counting positions off the "
             "mask too, which must be 0. Bound what you compute them from."
-        )
-
-
-def check_teacher_differs(rollout: Rollout, teacher_logps_BT: Tensor, *, half_precision: bool) -> None:
-    """Warns if, before the first update, the teacher scores as the student does: nothing is to be learned from it."""
-    kl = reverse_kl(rollout.sampled_logps_BT, teacher_logps_BT, rollout.mask_BT)[rollout.mask_BT]
-    rounding = 0.05 if half_precision else 1e-3  # equal models differ by 0.04 in bf16 (SmolLM2-135M), by 1e-6 in fp32
-    if kl.numel() and kl.abs().mean() < rounding:
-        warn(
-            f"teacher_kl is {float(kl.mean()):.1e} nats a token before the first update: the teacher scores as the student "
-            "does. Is it the model you meant, and did its weights or adapter load? (A new adapter with teacher_model='base' "
-            "starts here too: student and teacher are then the same.)"
         )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
+import numpy as np
 import torch
 from peft import PeftModel
 from torch import Tensor
@@ -150,8 +151,9 @@ class PolicySampler(LogitsProcessor):
 
 def uniforms(seeds: list[int], length: int, device: torch.device) -> Tensor:
     """(B, length) numbers in (0, 1], each row from its seed and no other."""
-    rows = [torch.rand(length, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
-    return (1 - torch.stack(rows)).to(device, torch.float32 if device.type == "mps" else torch.float64)  # MPS has no float64
+    # numpy's generators take all bits of a seed, torch's on the CPU the lower 32 only
+    rows_BT = torch.from_numpy(1 - np.stack([np.random.default_rng(seed).random(length) for seed in seeds]))
+    return rows_BT.to(device, torch.float32 if device.type == "mps" else torch.float64)  # MPS has no float64
 
 
 def draw(probs_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
