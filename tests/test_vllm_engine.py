@@ -280,17 +280,24 @@ def test_a_replica_that_missed_a_version_is_not_asked_before_it_has_it(server: F
     assert max(trainer.gaps) < 1e-5
 
 
-def test_a_server_that_is_lost_ends_the_run_in_words(server: FakeVLLM, tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["sync", "rollout"])
+def test_a_server_that_is_lost_ends_the_run_with_a_checkpoint(server: FakeVLLM, tmp_path: Path, when: str) -> None:
     class Killing(Recording):
         def generate_rollout(self, rows: list[dict[str, Any]]) -> Any:
-            if self.state.global_step == 1:
+            rollout = super().generate_rollout(rows) if when == "sync" or self.state.global_step < 2 else None
+            if self.state.global_step == (1 if when == "sync" else 2):
                 server.stop()
-            return super().generate_rollout(rows)
+            return rollout or super().generate_rollout(rows)
 
-    trainer = vllm_trainer(tmp_path, server, cls=Killing, max_steps=4, vllm_server_timeout=1.0)
-    with pytest.raises(ServerError, match=server.url):
+    whole = vllm_trainer(tmp_path / "whole", server, max_steps=4)
+    whole.train()
+    trainer = vllm_trainer(tmp_path / "cut", server, cls=Killing, max_steps=4, vllm_server_timeout=1.0)
+    with pytest.raises(ServerError, match=rf"{server.url}.*checkpoint-2"):
         trainer.train()
-    assert trainer.state.global_step == 1
+    server.start()
+    resumed = vllm_trainer(tmp_path / "cut", server, max_steps=4)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "cut/checkpoint-2"))
+    assert losses(resumed) == losses(whole)
 
 
 # ---- Servers that are wrong
