@@ -142,7 +142,7 @@ def test_an_adapter_that_the_server_cannot_hold_is_told_in_its_words(tiny_server
 def test_a_real_models_log_probs_before_and_after_updates(smollm2_server: VLLMServer, tmp_path: Path) -> None:
     """Of the student on the server, and of the teacher, which is that server's base: the student without its adapter."""
     base, tokenizer = load_smollm2()
-    student = get_peft_model(base, lora(r=32, target_modules=one_server.LINEAR))
+    student = get_peft_model(base, lora(r=32, lora_alpha=64, target_modules=one_server.LINEAR))
     one_server.harm(student, strength=0.1)
     trainer = make_trainer(
         tmp_path,

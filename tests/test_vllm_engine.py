@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from trl import TrlParser
 
-from trl_opd import OnPolicyDistillationConfig, OnPolicyDistillationTrainer
-from trl_opd.servers import ServerError
+from trl_opd import Completion, OnPolicyDistillationConfig, OnPolicyDistillationTrainer
+from trl_opd.rollout import VLLMEngine
+from trl_opd.rollout.publisher import AdapterPublisher
+from trl_opd.servers import BadAnswer, ServerError, Servers
 
 from .fake_vllm import FakeVLLM
 from .helpers import lora, losses, make_config, make_dataset, make_model, make_trainer, save_model, weights
@@ -142,6 +144,39 @@ def test_log_probs_are_looked_up_by_id(server: FakeVLLM, tmp_path: Path) -> None
     assert max(trainer.gaps) < 1e-5
 
 
+GOOD = {
+    "token_ids": [5, 6, 1],
+    "prompt_token_ids": [9],
+    "finish_reason": "stop",
+    "logprobs": {"top_logprobs": [{"token_id:5": -0.5}, {"token_id:7": -0.1, "token_id:6": -1.0}, {"token_id:1": -1.5}]},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"token_ids": [5, 6]}, "2 tokens with 3 log-probs"),
+        ({"token_ids": [], "logprobs": {"top_logprobs": []}}, "0 tokens"),
+        ({"token_ids": [5, 43, 1]}, "id 43, but the student's tokenizer has only 43"),
+        ({"token_ids": [5, 6, 5], "finish_reason": "length"}, r"3 tokens \(finish_reason length\) neither end"),
+        ({"token_ids": [5, 1, 1]}, "neither end with their first stop token"),
+        ({"prompt_token_ids": [9, 9]}, "another prompt"),
+        (
+            {"logprobs": {"top_logprobs": [{"token_id:5": float("nan")}, {"token_id:6": -1.0}, {"token_id:1": -1.5}]}},
+            "not finite",
+        ),
+    ],
+)
+def test_answers_that_are_no_completions_as_asked_for(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+    servers = Servers(["http://127.0.0.1:1"], timeout=1.0)
+    publisher = AdapterPublisher(servers, tmp_path)
+    numbers = {"stop_ids": [1], "vocab_size": 43, "num_rows": 43, "probe_ids": [5, 6]}
+    engine = VLLMEngine(make_config(tmp_path), servers, publisher, base="base", **numbers)
+    assert engine._completion([9], {"choices": [GOOD]}) == Completion([5, 6, 1], [-0.5, -1.0, -1.5], stopped=True)
+    with pytest.raises(BadAnswer, match=told):
+        engine._completion([9], {"choices": [{**GOOD, **changes}]})
+
+
 # ---- What is published
 
 
@@ -245,17 +280,24 @@ def test_a_replica_that_missed_a_version_is_not_asked_before_it_has_it(server: F
     assert max(trainer.gaps) < 1e-5
 
 
-def test_a_server_that_is_lost_ends_the_run_in_words(server: FakeVLLM, tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["sync", "rollout"])
+def test_a_server_that_is_lost_ends_the_run_with_a_checkpoint(server: FakeVLLM, tmp_path: Path, when: str) -> None:
     class Killing(Recording):
         def generate_rollout(self, rows: list[dict[str, Any]]) -> Any:
-            if self.state.global_step == 1:
+            rollout = super().generate_rollout(rows) if when == "sync" or self.state.global_step < 2 else None
+            if self.state.global_step == (1 if when == "sync" else 2):
                 server.stop()
-            return super().generate_rollout(rows)
+            return rollout or super().generate_rollout(rows)
 
-    trainer = vllm_trainer(tmp_path, server, cls=Killing, max_steps=4, vllm_server_timeout=1.0)
-    with pytest.raises(ServerError, match=server.url):
+    whole = vllm_trainer(tmp_path / "whole", server, max_steps=4)
+    whole.train()
+    trainer = vllm_trainer(tmp_path / "cut", server, cls=Killing, max_steps=4, vllm_server_timeout=1.0)
+    with pytest.raises(ServerError, match=rf"{server.url}.*checkpoint-2"):
         trainer.train()
-    assert trainer.state.global_step == 1
+    server.start()
+    resumed = vllm_trainer(tmp_path / "cut", server, max_steps=4)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "cut/checkpoint-2"))
+    assert losses(resumed) == losses(whole)
 
 
 # ---- Servers that are wrong

@@ -54,8 +54,10 @@ class AdapterPublisher:
         """
         state = _trained_state(model)
         load = on_first_process(lambda: self._publish(model, state))
-        if load is not None:
-            self.version = load["lora_name"]
+        if load is None:
+            return
+        self.version = load["lora_name"]
+        if not PartialState().is_main_process:
             self.servers.was_told(LOAD, load)
 
     def _publish(self, model: PeftModel, state: dict[str, Tensor]) -> dict[str, Any] | None:
