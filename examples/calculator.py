@@ -1,13 +1,13 @@
-"""A student that seldom calls a calculator learns to, from a teacher that always does: several turns, the tool's output masked.
+"""A student that seldom calls a calculator learns to, from a teacher that always does.
 
     python examples/calculator.py
 
 1. A prompt asks for the product of two numbers, which models of this size cannot work out. One that calls the calculator need
    only copy what comes back: `<call>calc e=47*82</call>`, then, after the tool's `3854`, `3854`.
-2. The teacher (a Llama of two layers, made here in half a minute on a CPU) was trained on such conversations. The student is the
+2. The teacher (a Llama of two layers, made here in a minute on a CPU) was trained on such conversations. The student is the
    teacher after more training on conversations of which most guess an answer without a call.
-3. The student writes, calls and is answered; the teacher scores every token the student wrote, in all turns. Nobody is trained
-   on the calculator's output.
+3. The student writes, calls and is answered; the teacher scores every token the student wrote, in all turns. Nobody is
+   trained on the calculator's output.
 """
 
 from __future__ import annotations
