@@ -30,3 +30,15 @@ def test_teachers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         trainer = names.pop("trainer")
         trainer.args.max_steps = 1
         assert trainer.train().global_step == 1
+
+
+@pytest.mark.filterwarnings("ignore::trl_opd.DistillationWarning")
+@pytest.mark.parametrize("name", ["rollouts"])
+def test_the_code_of_a_document_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(DOCS.parent / "examples"))
+    text = (DOCS / f"{name}.md").read_text()
+    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    path = tmp_path / f"{name}.py"
+    path.write_text(code)  # tools' source is looked up
+    exec(compile(code, str(path), "exec"), {"__name__": name})

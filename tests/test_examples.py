@@ -81,3 +81,11 @@ def test_the_minimal_loop_learns(tmp_path: Path) -> None:
     kls = [float(kl) for kl in re.findall(r"KL (\S+)", output)]
     assert len(kls) > 1
     assert kls[-1] < kls[0]
+
+
+@pytest.mark.slow
+def test_a_student_learns_to_call_a_calculator(tmp_path: Path) -> None:
+    output = run("calculator.py", "400", "60", "30", folder=tmp_path)
+    assert figure(r"before: accuracy (\S+),", output) < 0.4
+    assert figure(r"after: accuracy (\S+),", output) > 0.85
+    assert figure(r"after: .* with a call (\S+)", output) > 0.95

@@ -64,13 +64,13 @@ def test_the_ids_are_those_of_the_whole_conversation_rendered_at_once(tmp_path: 
     assert completion.tool_use is not None
     conversation = [{"role": "user", "content": "hi"}, *completion.tool_use.messages]
     rendered = TOKENIZER.apply_chat_template(conversation, tokenize=False)
-    assert TOKENIZER.decode(ids(PROMPT) + completion.ids) + " " == rendered
+    assert f"{TOKENIZER.decode(ids(PROMPT) + completion.ids)} " == rendered
 
 
 def test_what_was_sampled_is_not_tokenised_anew(tmp_path: Path) -> None:
     """The student may sample a token where its text, read again, gives two."""
     called = [*ids("<call>double x="), TOKENIZER.get_vocab()["42"], *ids("</call><eos>")]
-    assert ids(TOKENIZER.decode(called)) != called
+    assert ids(cast(str, TOKENIZER.decode(called))) != called
 
     class Unusual(Scripted):
         def generate(self, *args: Any, **kwargs: Any) -> list[Completion]:

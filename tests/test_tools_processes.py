@@ -48,7 +48,7 @@ class Calling(OwnWeights):
         """The student's own completions, some of them replaced."""
         self.trainer.calls += 1
         call = self.tokenizer(CALL)["input_ids"]
-        c, tool = self.tokenizer.convert_tokens_to_ids(["c", "<t>"])
+        c, tool = (self.tokenizer.get_vocab()[token] for token in ("c", "<t>"))
         turns = self.engine.generate(model, prompts, seeds, limits)
         for row, prompt in enumerate(prompts):
             if prompt.count(tool) < prompt.count(c) and (limits or [0] * len(prompts))[row] > len(call) + 20:

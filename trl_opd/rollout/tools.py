@@ -53,13 +53,12 @@ class _Trajectory:
         return self.limit - len(self.ids)
 
     def add_turn(self, turn: Completion) -> None:
-        """What the student sampled, cut at the limit."""
-        ids = turn.ids[: self.room]
-        self.stopped = turn.stopped and len(ids) == len(turn.ids)
-        self.mask += turn.actions[: len(ids)]
-        self.logps += turn.logps[: len(ids)]
-        self.ids += ids
-        self.answered = False
+        """What the student sampled."""
+        assert len(turn.ids) <= self.room, f"the engine sampled {len(turn.ids)} tokens where {self.room} was the limit"
+        self.ids += turn.ids
+        self.logps += turn.logps
+        self.mask += turn.actions
+        self.stopped, self.answered = turn.stopped, False
 
     def add_answer(self, messages: list[dict[str, Any]], ids: list[int]) -> None:
         """What the tools gave back; without room for it and one more token, the trajectory ends as cut."""
