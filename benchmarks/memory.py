@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, help="where student and teacher are, or are put")
     parser.add_argument("--batch", type=int, default=4, help="completions a step, over all processes")
     parser.add_argument("--cpu", action="store_true", help="use no GPU (several processes: DDP)")
+    parser.add_argument("--each_token", action="store_true", help="FSDP: gather_for_generation=False")
     options = parser.parse_args()
     folder = options.models or Path(tempfile.gettempdir()) / "trl_opd-memory"
     if options.kind == "models":
@@ -105,6 +106,7 @@ def main() -> None:
         report_to="none",
         disable_tqdm=True,
         use_cpu=options.cpu,
+        gather_for_generation=not options.each_token,
         activation_checkpointing=False,
         bf16=False,
     )
@@ -129,6 +131,7 @@ def main() -> None:
         "teacher": 0 if teacher is None else held(teacher.parameters()),
         "peak_rss_above_imports": resident("VmHWM") - before,
         "seconds": round(time.perf_counter() - start, 1),
+        "rollout_seconds": sorted(entry["time/rollout"] for entry in trainer.state.log_history if "loss" in entry)[STEPS // 2],
     }
     print(json.dumps(figures), flush=True)
 

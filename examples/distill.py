@@ -26,9 +26,10 @@ import datasets
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+from trl import ModelConfig, ScriptArguments, TrlParser
 
 from trl_opd import OnPolicyDistillationConfig, OnPolicyDistillationTrainer
+from trl_opd.scripts import load_data, make_trainer
 
 DEMO: dict[str, Any] = {
     "model_name_or_path": str(addition.FOLDER / "student"),
@@ -63,50 +64,21 @@ def main() -> None:
     if demo:
         parser.set_defaults(**DEMO)
         data_args, args, model_args = parser.parse_args_and_config()
-    train, test = demo_data(args) if demo else hub_data(data_args, args)
-    if not demo:
-        args.model_init_kwargs = {
-            "revision": model_args.model_revision,
-            "dtype": model_args.dtype,
-            "attn_implementation": model_args.attn_implementation,
-            **(args.model_init_kwargs or {}),
-        }
-    trainer = OnPolicyDistillationTrainer(
-        model=model_args.model_name_or_path,
-        args=args,
-        train_dataset=train,
-        eval_dataset=test,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
-        evaluators=[addition_accuracy] if demo else None,
-    )
+    train, test = demo_data(args) if demo else load_data(data_args, args)
+    trainer = make_trainer(args, model_args, train, test, evaluators=[addition_accuracy] if demo else None)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     if trainer.is_world_process_zero():
         report(trainer, teacher_accuracy() if demo else None)
     if args.push_to_hub:
         trainer.push_to_hub(dataset=data_args.dataset_name)
+    trainer.accelerator.end_training()  # several processes part in order
 
 
 def demo_data(args: OnPolicyDistillationConfig) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Fresh problems for every step, and 500 that are never trained on."""
     prompts = args.max_steps * args.step_batch_size * args.world_size // args.num_generations
     return addition.train_prompts(prompts, args.seed), addition.heldout(500)
-
-
-def hub_data(data_args: ScriptArguments, args: OnPolicyDistillationConfig) -> tuple[Any, Any]:
-    """The train split, and the test split if there is evaluation, of a Hub or local dataset."""
-    if data_args.dataset_name is None:
-        raise ValueError("--model_name_or_path is given without --dataset_name; a dataset with a `prompt` column is needed.")
-    data: Any = datasets.load_dataset(
-        data_args.dataset_name, name=data_args.dataset_config, streaming=data_args.dataset_streaming
-    )
-    wanted = [data_args.dataset_train_split, *([data_args.dataset_test_split] if args.eval_strategy != "no" else [])]
-    if missing := [split for split in wanted if split not in data]:
-        raise ValueError(
-            f"There is no split {missing[0]!r}, only {list(data)}. Set --dataset_train_split or --dataset_test_split."
-        )
-    return data[wanted[0]], data[wanted[1]] if len(wanted) == 2 else None
 
 
 def addition_accuracy(trainer: OnPolicyDistillationTrainer) -> dict[str, float]:

@@ -91,6 +91,7 @@ def main() -> None:
     options.add_argument("--output_dir", default="healed-smollm2")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--eval_prompts", type=int, default=32)
+    options.add_argument("--teacher", metavar="URL", help="a vLLM server that serves the original (see one_server.py)")
     chosen = options.parse_args()
 
     teacher, tokenizer = load_smollm2()
@@ -99,7 +100,7 @@ def main() -> None:
     train, test = questions()
     trainer = OnPolicyDistillationTrainer(
         model=student,
-        teacher_model=teacher,
+        teacher_model=chosen.teacher or teacher,
         args=OnPolicyDistillationConfig(
             output_dir=chosen.output_dir,
             max_steps=chosen.max_steps,
@@ -127,6 +128,7 @@ def main() -> None:
     print(f"\n{question}\n  before: {before!r}\n  after:  {sample(trainer, question)!r}")
     print(f"held-out reverse KL, nats a token: {' -> '.join(f'{kl:.3f}' for kl in kls)} ({kls[-1] / kls[0]:.2f} of the start)")
     print(f"adapter saved in {chosen.output_dir}")
+    trainer.accelerator.end_training()  # several processes part in order
 
 
 if __name__ == "__main__":

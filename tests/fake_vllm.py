@@ -175,10 +175,9 @@ class FakeVLLM:
             return _error(400, "This fake takes one prompt, as a list of ids.")
         if max(ids) >= self.base.config.vocab_size:
             return _error(400, f"Token id {max(ids)} is out of vocabulary")
-        if len(ids) + max_tokens > self.max_model_len:
-            return _error(
-                400, f"This model's maximum context length is {self.max_model_len} tokens, not {len(ids)}+{max_tokens}."
-            )
+        if len(ids) >= self.max_model_len:
+            return _error(400, f"This model's maximum context length is {self.max_model_len} tokens, not {len(ids)}+1.")
+        payload = {**payload, "max_tokens": min(max_tokens, self.max_model_len - len(ids))}
         if _takes(self.faults, "wrong_ids"):
             ids = [(i + 1) % self.base.config.vocab_size for i in ids]
         model = self.adapters.get(name, self.base)
@@ -247,6 +246,8 @@ class FakeVLLM:
         for step in range(payload.get("max_tokens", 16)):
             reader = first_reader if self.faults.stale_prefix_cache and step == 0 else model
             logits_V = reader(torch.tensor([ids])).logits[0, -1].float()
+            for token_id, bias in (payload.get("logit_bias") or {}).items():
+                logits_V[int(token_id)] += bias
             if temperature > 0:
                 token = int(torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator))
             else:

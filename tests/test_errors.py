@@ -389,6 +389,8 @@ def test_teacher_prompt_longer_than_the_teachers_context(tmp_path: Path) -> None
             ["num_generations 8 does not divide per_device_train_batch_size 4"],
         ),
         ({"neftune_noise_alpha": 5.0}, ["neftune_noise_alpha is 5.0", "noise in training only"]),
+        ({"accelerator_config": {"split_batches": True}}, ["accelerator_config has split_batches=True", "Leave it out"]),
+        ({"accelerator_config": {"dispatch_batches": True}}, ["accelerator_config has dispatch_batches=True", "Leave it out"]),
         ({"num_generations": 3}, ["4 x 1 = 4", "num_generations = 3", "Change one of the three"]),
         ({"num_generations": 3, "gradient_accumulation_steps": 2}, ["4 x 2 = 8", "num_generations = 3"]),
     ],

@@ -288,7 +288,7 @@ def test_the_best_checkpoint_by_teacher_kl_is_loaded_at_the_end(tmp_path: Path) 
         tmp_path,
         peft_config=lora(),
         eval_dataset=make_dataset(4),
-        max_steps=3,
+        max_steps=4,
         learning_rate=0.5,
         metric_for_best_model="eval_teacher_kl",
         greater_is_better=False,
@@ -296,8 +296,8 @@ def test_the_best_checkpoint_by_teacher_kl_is_loaded_at_the_end(tmp_path: Path) 
     )
     run.train()
     kl = {entry["step"]: entry["eval_teacher_kl"] for entry in run.state.log_history if "eval_teacher_kl" in entry}
-    best = min((1, 2, 3), key=lambda step: kl[step])
-    assert best != 3
+    best = min((1, 2, 3, 4), key=lambda step: kl[step])
+    assert best != 4
     assert run.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
     assert_weights_of(run, tmp_path / f"checkpoint-{best}")
     assert run.evaluate()["eval_teacher_kl"] == kl[best]

@@ -497,7 +497,9 @@ def test_the_mean_gradient_of_sampled_completions_is_the_exact_one(
     error = spread.sqrt()
     sampled = error > 1e-6
     assert sampled.sum() == 90
-    assert torch.equal(torch.as_tensor(recorder.total) != 0, sampled)  # each prefix was met, and nothing else trained
+    met = torch.as_tensor(recorder.total) != 0
+    assert not (met & ~sampled).any()
+    assert (met & sampled).sum() >= 84  # the rarest prefix, three tokens wide for each prompt, may be missing
     z = ((recorder.total - mean) / error)[sampled]
     assert z.abs().max() < 4
     assert z.square().mean() < 2  # as it would not be if rollouts repeated each other

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trl_opd import token_logps
-from trl_opd.logprobs import score_in_batches, score_tokens
+from trl_opd.logprobs import score_in_batches, score_tokens, top_tokens
 
 from .helpers import make_model
 
@@ -298,3 +298,23 @@ def test_inputs_are_not_written_to() -> None:
     kept = ids.clone(), mask.clone()
     token_logps(Table(LOGITS), ids, mask)
     assert torch.equal(ids, kept[0]) and torch.equal(mask, kept[1])
+
+
+# ---- The likeliest tokens
+
+
+def test_top_tokens_stand_at_the_place_they_compete_for() -> None:
+    """By hand, with padding on the left and on the right."""
+    ids = torch.tensor([[1, 0, 2, 2], [0, 2, 1, 0]])
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]])
+    top, logps = top_tokens(Table(LOGITS), ids, mask, 1, temperature=1.0, vocab_size=3)
+    assert top[..., 0].tolist() == [[0, 0, 0, 2], [0, 0, 0, 0]]
+    close(logps[..., 0], [[0.0, 0.0, -LN2, LN3 - 2 * LN2], [0.0, -LN2, 0.0, 0.0]])
+
+
+def test_top_tokens_of_a_row_are_those_of_the_models_own_logits() -> None:
+    model, ids = make_model(3), torch.randint(0, 43, (3, 9), generator=torch.Generator().manual_seed(1))
+    top, logps = top_tokens(model, ids, all_real(ids), 5, temperature=0.7, vocab_size=40)
+    expected = (model(ids).logits[:, :-1, :40].detach() / 0.7).log_softmax(-1).topk(5)
+    assert torch.equal(top[:, 1:], expected.indices)
+    close(logps[:, 1:], expected.values, 1e-5)

@@ -213,7 +213,7 @@ def test_completions_are_drawn_as_worked_out_token_by_token(tmp_path: Path, temp
     completions = []
     for place, prompt in enumerate(encoded()):
         seed = np.random.SeedSequence((trainer.args.seed, 0, 0, place)).generate_state(1, np.uint64)[0] // 2
-        numbers = torch.rand(LONGEST, generator=torch.Generator().manual_seed(int(seed)), dtype=torch.float64)
+        numbers = np.random.default_rng(int(seed)).random(LONGEST)
         ids: list[int] = []
         while len(ids) < LONGEST and STOP not in ids:
             with torch.no_grad():

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from trl_opd import Completion, DistillationWarning, OnPolicyDistillationTrainer, Rollout
-from trl_opd.processes import gathered_state
+from trl_opd.processes import gathered_state, reshard
 from trl_opd.rows import Filler
 
 from .helpers import lora, make_dataset, make_model, make_trainer, save_model
@@ -256,11 +256,23 @@ def test_a_stream_is_dealt_like_a_dataset(two: Processes, tmp_path: Path, how: s
     assert_same_weights(one, several)
 
 
-def train_on_stream(folder: str, **more: Any) -> Any:
-    stream = make_dataset(16).to_iterable_dataset()
+def train_on_stream(folder: str, rows: int = 16, **more: Any) -> Any:
+    stream = make_dataset(rows).to_iterable_dataset()
     trainer = make_trainer(Path(folder), cls=Recording, train_dataset=stream, **more)
     trainer.train()
     return told(trainer)
+
+
+@WAYS
+def test_a_streams_end_is_filled_up_and_not_repeated(two: Processes, tmp_path: Path, how: str) -> None:
+    """21 rows, 8 a step, two passes; 5 held-out rows in batches of 4: each row counts once in each pass."""
+    settings: dict[str, Any] = {"rows": 21, "max_steps": 6, "learning_rate": 1e-3, "eval_strategy": "steps", "eval_steps": 2}
+    settings["eval_dataset"] = make_dataset(5).to_iterable_dataset()
+    one = launched("one", train_on_stream, str(tmp_path / "one"), per_device_train_batch_size=8, **settings)
+    halves = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 2}
+    several = two.run(how, train_on_stream, str(tmp_path / how), **halves, **settings)
+    assert_same_weights(one, several)
+    assert_same_figures(one, several)
 
 
 def test_a_stream_whose_groups_would_be_parted_is_refused(two: Processes, tmp_path: Path) -> None:
@@ -358,6 +370,25 @@ def sizes_with_other_teacher(folder: str, kind: str) -> Any:
     torch.manual_seed(1)
     teacher = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=3, n_head=2, vocab_size=43, n_positions=64, eos_token_id=1))
     return sizes(folder, kind, teacher)
+
+
+class Elsewhere(Given):
+    """As where a server samples: no forward pass of the student has gathered weights when the teacher begins."""
+
+    def generate_rollout(self, rows: list[dict[str, Any]]) -> Rollout:
+        rollout = super().generate_rollout(rows)
+        reshard(self.student())
+        return rollout
+
+
+@pytest.mark.parametrize("cls", [Given, Elsewhere])
+def test_base_as_teacher_leaves_the_roots_weights_trainable(two: Processes, tmp_path: Path, cls: type) -> None:
+    """After a forward pass the root's weights stay whole until the next, as other parameters than its shards."""
+    settings = {"teacher_model": "base", "max_steps": 3, "learning_rate": 1e-3}
+    settings |= {"peft_config": lora(init_lora_weights=False, target_modules=["q_proj", "lm_head"])}
+    one, several = both(two, "fsdp2", tmp_path, cls, "with an adapter on the root", **settings)
+    assert_same_weights(one, several)
+    assert_same_figures(one, several)
 
 
 def test_base_as_teacher_shares_the_sharded_weights(two: Processes, tmp_path: Path) -> None:
@@ -458,6 +489,17 @@ def train_four_bit(base: str, folder: str, **more: Any) -> Any:
 def test_fsdp1_is_refused(two: Processes, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"FSDP1.*Set `fsdp_version: 2` in its fsdp_config"):
         two.run("fsdp2", train, str(tmp_path), Given, environment={"FSDP_VERSION": "1"})
+
+
+def test_checkpointing_that_renames_the_layers_is_refused(two: Processes, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"`fsdp_activation_checkpointing: true`.*Set it to false"):
+        two.run("fsdp2", train, str(tmp_path), Given, environment={"FSDP_ACTIVATION_CHECKPOINTING": "true"})
+
+
+def test_processes_that_would_each_train_alone_are_refused(tmp_path: Path) -> None:
+    """Two processes on the CPU without `use_cpu`, which accelerate does not join."""
+    with pytest.raises(ValueError, match=r"2 processes were launched, but each would train alone.*--use_cpu"):
+        launched("one", train, str(tmp_path), Given, environment={"WORLD_SIZE": "2"}, use_cpu=False)
 
 
 def test_evaluation_before_training(two: Processes, tmp_path: Path) -> None:

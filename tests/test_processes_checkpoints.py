@@ -129,6 +129,41 @@ def test_a_resumed_run_is_the_uninterrupted_one(two: Processes, tmp_path: Path, 
     assert (tmp_path / "checkpoint-3" / "distillation_state_1.pt").is_file()
 
 
+def through_epochs(folder: str, resume: str | None = None) -> Any:
+    """Three epochs of 20 rows, 8 a step: steps 3, 6 and 9 are the last of an epoch, and not full."""
+    trainer = make_trainer(
+        Path(folder),
+        cls=Recording,
+        train_dataset=make_dataset(20),
+        max_steps=-1,
+        num_train_epochs=3,
+        save_strategy="steps",
+        save_steps=1,
+        learning_rate=1e-2,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return told(trainer)
+
+
+@pytest.mark.parametrize("step", [2, 4, 5, 6, 7])
+def test_a_resumed_run_reads_the_order_of_its_epoch(two: Processes, tmp_path: Path, step: int) -> None:
+    whole = two.run("ddp", through_epochs, str(tmp_path))
+    resumed = two.run("ddp", through_epochs, str(tmp_path / "again"), str(tmp_path / f"checkpoint-{step}"))
+    for before, after in zip(whole, resumed, strict=True):
+        assert len(before["written"]) == 9
+        assert after["written"] == before["written"][step:]
+        for name, tensor in before["weights"].items():
+            assert torch.equal(after["weights"][name], tensor), name
+
+
+def test_a_process_whose_part_of_a_checkpoint_is_missing_says_so(two: Processes, tmp_path: Path) -> None:
+    """As where each machine saved to a disk of its own; the first process's rollout is not this one's."""
+    two.run("ddp", run, str(tmp_path), "lora")
+    (tmp_path / "checkpoint-3" / "distillation_state_1.pt").unlink()
+    with pytest.raises((RuntimeError, TimeoutError), match=r"lacks distillation_state_1.pt, what process 1 had rolled out"):
+        two.run("ddp", run, str(tmp_path / "again"), "lora", str(tmp_path / "checkpoint-3"))
+
+
 def test_an_adapters_checkpoint_holds_no_base(two: Processes, tmp_path: Path) -> None:
     """Each tensor of it is whole and bit-equal to the weights both processes hold together."""
     whole = two.run("fsdp2", run, str(tmp_path), "lora")

@@ -138,7 +138,7 @@ def test_an_answer_that_its_reader_does_not_take_is_tried_again(server: FakeVLLM
     ("more", "status", "words"),
     [
         ({"model": "nobody"}, 404, "`nobody` does not exist"),
-        ({"max_tokens": 500}, 400, "maximum context length is 128 tokens"),
+        ({"prompt": [5] * 128}, 400, "maximum context length is 128 tokens"),
     ],
 )
 def test_a_request_that_is_wrong_is_told_at_once(server: FakeVLLM, more: dict[str, Any], status: int, words: str) -> None:

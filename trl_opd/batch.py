@@ -124,6 +124,19 @@ class Rollout:
         prompts = None if self.teacher_prompts is None else tuple(self.teacher_prompts[i] for i in kept)
         return replace(self, **tensors, rows=tuple(self.rows[i] for i in kept), teacher_prompts=prompts)
 
+    def with_stubs(self, count: int) -> Rollout:
+        """The same sequences and, after them, `count` of two tokens that no one needs: the shortest a model can score."""
+        completion = Completion(ids=[0], logps=[0.0], stopped=False)
+        stub = Rollout.build([[0]], [completion], [Filler()], pad_id=0, device=self.ids_BT.device)
+        tensors: dict[str, Tensor] = {}
+        for name in (f.name for f in fields(self)):
+            if isinstance(value := getattr(self, name), Tensor):
+                row = value.new_zeros(1, *value.shape[1:])
+                row[..., : 2 if value.dim() == 2 else None] = getattr(stub, name)
+                tensors[name] = torch.cat([value, *[row] * count])
+        prompts = None if self.teacher_prompts is None else (*self.teacher_prompts, *[[0]] * count)
+        return replace(self, **tensors, rows=(*self.rows, *stub.rows * count), teacher_prompts=prompts)
+
 
 @dataclass(frozen=True)
 class ScoredBatch:

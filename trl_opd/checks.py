@@ -10,11 +10,12 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .advantage import reverse_kl
-from .batch import Rollout, ScoredBatch, check_shape
+from .batch import Rollout, check_shape
 from .config import OnPolicyDistillationConfig
 from .models import without_peft
 from .prompts import PromptEncoder
+
+TeacherModel = str | list[str] | PreTrainedModel | PeftModel
 
 
 class DistillationWarning(UserWarning):
@@ -179,16 +180,16 @@ def check_devices(num_gpus: int) -> None:
 
 
 def teacher_given(
-    teacher: str | list[str] | PreTrainedModel | PeftModel | None, args: OnPolicyDistillationConfig
-) -> str | list[str] | PreTrainedModel | PeftModel:
+    teacher: TeacherModel | dict[str, TeacherModel] | None, args: OnPolicyDistillationConfig
+) -> TeacherModel | dict[str, TeacherModel]:
     """The teacher of the constructor, else that of the settings."""
     given = teacher if teacher is not None else args.teacher_model_name_or_path
     if given is None:
         raise ValueError(
-            "There is no teacher. Pass teacher_model (an id, a path, a model, the URL of a vLLM server, or 'base' for the "
-            "student without its adapter), or set teacher_model_name_or_path."
+            "There is no teacher. Pass teacher_model (an id, a path, a model, a vLLM server's URL, 'base' for the student "
+            "without its adapter, 'self' for the student, or a dict of several), or set teacher_model_name_or_path."
         )
-    return given
+    return cast(Any, given)
 
 
 def reward_weights(args: OnPolicyDistillationConfig, num_funcs: int) -> list[float]:
@@ -281,27 +282,29 @@ def check_advantages(advantages_BT: Tensor) -> None:
         )
 
 
-def check_teacher_differs(rollout: Rollout, teacher_logps_BT: Tensor, *, half_precision: bool) -> None:
-    """Warns if, before the first update, the teacher scores as the student does: nothing is to be learned from it."""
-    kl = reverse_kl(rollout.sampled_logps_BT, teacher_logps_BT, rollout.mask_BT)[rollout.mask_BT]
-    rounding = 0.05 if half_precision else 1e-3  # equal models differ by 0.04 in bf16 (SmolLM2-135M), by 1e-6 in fp32
-    if kl.numel() and kl.abs().mean() < rounding:
+def check_engine_agrees(gap: float, max_gap: float | None, step: int) -> None:
+    """Tells if a rollout's log-probs are not those of the weights that are trained, before these have been updated.
+
+    Args:
+        gap: Mean difference in nats a token.
+        max_gap: What rounding explains. None: the engine shares the weights, and only the first rollout is looked at.
+        step: Optimizer steps so far.
+
+    Raises:
+        ValueError: If the gap is greater than `max_gap`.
+    """
+    if max_gap is None and step == 0 and gap > 0.1:
         warn(
-            f"teacher_kl is {float(kl.mean()):.1e} nats a token before the first update: the teacher scores as the student "
-            "does. Is it the model you meant, and did its weights or adapter load? (A new adapter with teacher_model='base' "
-            "starts here too: student and teacher are then the same.)"
+            f"Before the first update the rollout's log-probs differ from the trainer's by {gap:.2f} nats a token (expected: "
+            "rounding). The engine samples at another temperature, or the model treats padding or dropout differently while "
+            "it generates (per_device_rollout_batch_size=1 generates without padding)."
         )
-
-
-def check_engine_agrees(logps_BT: Tensor, batch: ScoredBatch) -> None:
-    """Warns if the rollout engine's log-probs are not those of the weights that are trained (before the first update)."""
-    gap = (logps_BT.detach() - batch.sampled_logps_BT)[batch.mask_BT].abs()
-    if gap.numel() and gap.mean() > 0.1:
-        warn(
-            f"Before the first update the rollout's log-probs differ from the trainer's by {float(gap.mean()):.2f} nats a "
-            "token (expected: rounding). The engine samples from other weights or at another temperature, or the model "
-            "treats padding or dropout differently while it generates (per_device_rollout_batch_size=1 generates without "
-            "padding)."
+    if max_gap is not None and not gap <= max_gap:
+        raise ValueError(
+            f"After step {step} the log-probs that came with the rollout differ by {gap:.4f} nats a token from those of the "
+            f"student as it is now; rounding explains {max_gap:.4f}. The rollout servers sampled from other weights: the "
+            "adapter that was published did not take effect there (see the servers' log), or from another distribution "
+            "(plugins that change logits). Nothing was trained on this rollout; the last checkpoint resumes."
         )
 
 

@@ -8,7 +8,8 @@ import torch
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from .loss import REDUCTIONS, loss_settings
+from .config_checks import check_batch, check_teacher_settings, check_unsupported, check_values
+from .loss import REDUCTIONS
 
 OBJECTIVE = [
     "loss_fn",
@@ -19,6 +20,9 @@ OBJECTIVE = [
     "kl_clip",
     "kl_logps",
     "num_substeps",
+    "prompts_per_step",
+    "teacher_ema",
+    "teacher_sync_steps",
     "num_generations",
     "max_completion_length",
     "temperature",
@@ -29,7 +33,8 @@ OBJECTIVE = [
     "world_size",
     "seed",
 ]
-DICTS = ("model_init_kwargs", "teacher_model_init_kwargs", "chat_template_kwargs", "loss_fn_config")
+ENGINES = ("transformers", "vllm")
+DICTS = ("model_init_kwargs", "teacher_model_init_kwargs", "chat_template_kwargs", "loss_fn_config", "prompts_per_step")
 
 
 def as_dict(value: dict[str, Any] | str | None) -> dict[str, Any]:
@@ -75,16 +80,38 @@ class OnPolicyDistillationConfig(TrainingArguments):
         metadata=_help("Keyword arguments of `from_pretrained` for a student given by name. dtype: float32."),
     )
     trust_remote_code: bool = field(default=False, metadata=_help("Allow models and tokenizers that ship Python code."))
-    teacher_model_name_or_path: str | None = field(
+    teacher_model_name_or_path: dict[str, str] | str | None = field(
         default=None,
         metadata=_help(
-            "Teacher: a model id, a path (a model's or an adapter's), 'base': the student without its adapter, or the URL of "
-            "a vLLM server, 'http://host:8000' or 'http://host:8000#served-name'."
+            "Teacher: a model id, a path (a model's or an adapter's), 'base' (the student without its adapter), 'self' (the "
+            "student), or the URL of a vLLM server, 'http://host:8000' or 'http://host:8000#served-name'. Several: a "
+            'dictionary, one for each dataset or value of the `teacher` column, e.g. \'{"math": "Qwen/Qwen3-4B", "code": '
+            '"base"}\'.'
         ),
     )
     teacher_model_init_kwargs: dict[str, Any] | str | None = field(
         default=None,
-        metadata=_help("Keyword arguments of `from_pretrained` for the teacher. dtype: the checkpoint's own."),
+        metadata=_help(
+            "Keyword arguments of `from_pretrained` for the teacher. dtype: the checkpoint's own. Of several teachers: for "
+            "all that are loaded, or a dictionary for each under its name."
+        ),
+    )
+    teacher_offload: bool = field(
+        default=False,
+        metadata=_help("Keep teachers with weights of their own in CPU memory while they do not score. Not under FSDP."),
+    )
+    teacher_ema: float | None = field(
+        default=None,
+        metadata=_help(
+            "Teacher 'self': it is the moving average of the student's adapter, of which each update keeps so much, e.g. 0.99."
+        ),
+    )
+    teacher_sync_steps: int | None = field(
+        default=None,
+        metadata=_help(
+            "Teacher 'self': it follows the student every so many optimizer steps: as a copy of its adapter, or as "
+            "teacher_ema says. Neither set: the teacher is the student as it is."
+        ),
     )
     vllm_server_timeout: float = field(
         default=240.0,
@@ -107,6 +134,29 @@ class OnPolicyDistillationConfig(TrainingArguments):
         default=None, metadata=_help("Extra arguments of the chat template, e.g. '{\"enable_thinking\": false}'.")
     )
 
+    teacher_chat_template: str | None = field(
+        default=None, metadata=_help("The chat template teachers see conversational prompts in: Jinja text, or a file of it.")
+    )
+    teacher_system_prompt: str | None = field(
+        default=None,
+        metadata=_help("System message teachers see before a conversational prompt, or in place of its own system message."),
+    )
+    prompts_per_step: dict[str, int] | str | None = field(
+        default=None,
+        metadata=_help(
+            "With a dictionary of datasets: how many prompts of each a rollout has over all processes, e.g. "
+            '\'{"math": 48, "code": 16}\'. Unset: in proportion to their sizes.'
+        ),
+    )
+    stopping_strategy: str = field(
+        default="first_exhausted",
+        metadata=_help(
+            "With a dictionary of datasets: an epoch ends with the first that runs out, or with the last (all_exhausted), "
+            "while the others begin again.",
+            choices=["first_exhausted", "all_exhausted"],
+        ),
+    )
+
     # Rollouts
     num_generations: int = field(default=1, metadata=_help("Completions per prompt. Rewards need at least 2."))
     max_completion_length: int = field(default=512, metadata=_help("Longest completion in tokens, the stop token included."))
@@ -125,6 +175,21 @@ class OnPolicyDistillationConfig(TrainingArguments):
         metadata=_help(
             "Completions sampled at once on each device; unset: all of one optimizer step. Lower it to save memory."
         ),
+    )
+    rollout_engine: str = field(
+        default="transformers",
+        metadata=_help(
+            "What samples: 'transformers' (the training process) or 'vllm' (servers, which get the LoRA adapter each time).",
+            choices=list(ENGINES),
+        ),
+    )
+    vllm_server_base_url: list[str] | None = field(
+        default=None,
+        metadata=_help("Of rollout_engine 'vllm': http://host:port of the server; several: replicas, which share the work."),
+    )
+    vllm_adapter_dir: str | None = field(
+        default=None,
+        metadata=_help("Where servers read the adapter from, under the same path as here; unset: in output_dir."),
     )
     gather_for_generation: bool = field(
         default=True,
@@ -193,14 +258,23 @@ class OnPolicyDistillationConfig(TrainingArguments):
             self.eval_on_start = False
         if self.greater_is_better is None and "_kl" in (self.metric_for_best_model or ""):
             self.greater_is_better = False  # TrainingArguments takes all for scores whose name does not end in "loss"
+        if isinstance(self.vllm_server_base_url, str):
+            self.vllm_server_base_url = [self.vllm_server_base_url]
         self._parse_dicts()
         super().__post_init__()
         accelerator_config = cast(AcceleratorConfig, self.accelerator_config)
         if accelerator_config.dispatch_batches is None:
             accelerator_config.dispatch_batches = False  # rows are Python objects, which are not sliced like tensors
-        self._check_values()
-        self._check_unsupported()
-        self._check_batch()
+        for name in ("dispatch_batches", "split_batches"):
+            if getattr(accelerator_config, name):
+                raise ValueError(
+                    f"accelerator_config has {name}=True, but rows are dealt to the processes in whole groups, and are Python "
+                    "objects, which accelerate does not slice. Leave it out."
+                )
+        check_values(self)
+        check_teacher_settings(self)
+        check_unsupported(self)
+        check_batch(self)
 
     @property
     def truncates_sampling(self) -> bool:
@@ -218,7 +292,8 @@ class OnPolicyDistillationConfig(TrainingArguments):
 
     def _parse_dicts(self) -> None:
         """Turns our dictionary settings that came as JSON from the command line into dictionaries."""
-        for name in DICTS:
+        several = isinstance(self.teacher_model_name_or_path, str) and self.teacher_model_name_or_path.startswith("{")
+        for name in (*DICTS, *(["teacher_model_name_or_path"] if several else [])):
             if isinstance(value := getattr(self, name), str):
                 try:
                     setattr(self, name, dict(json.loads(value)))
@@ -227,58 +302,3 @@ class OnPolicyDistillationConfig(TrainingArguments):
                     raise ValueError(
                         f"{name} is '{value}', which is not a JSON object such as '{example}': {error}."
                     ) from error
-
-    def _check_values(self) -> None:
-        if not self.temperature > 0:
-            raise ValueError(
-                f"temperature is {self.temperature}, but the policy gradient needs sampled completions: greedy decoding has "
-                "no distribution to train. Use a temperature > 0 (1.0 is the default)."
-            )
-        if not 0 <= self.kl_discount_factor <= 1:
-            raise ValueError(f"kl_discount_factor is {self.kl_discount_factor}; it must lie between 0 and 1.")
-        if self.kl_clip is not None and self.kl_clip <= 0:
-            raise ValueError(f"kl_clip is {self.kl_clip} nats; a bound must be > 0. Leave it out for no bound.")
-        if not self.vllm_server_timeout > 0:
-            raise ValueError(f"vllm_server_timeout is {self.vllm_server_timeout} s; it must be > 0 (240 is the default).")
-        counts = ("num_generations", "max_completion_length", "num_substeps")
-        for name in (*counts, "max_prompt_length", "per_device_rollout_batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1.")
-        for name in ("long_prompts", "kl_logps", "loss_reduction", "scale_rewards"):
-            choices = self.__dataclass_fields__[name].metadata["choices"]
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is '{getattr(self, name)}'; it must be one of {', '.join(choices)}.")
-        loss_settings(self.loss_fn, cast(dict[str, Any] | None, self.loss_fn_config))
-        if self.train_sampling_strategy not in ("random", "sequential"):
-            raise ValueError(
-                f"train_sampling_strategy is '{self.train_sampling_strategy}', which orders rows by a length they do not have "
-                "before the rollout. Use 'random' or 'sequential'."
-            )
-
-    def _check_unsupported(self) -> None:
-        """Refuses settings of `TrainingArguments` that would be ignored, or would make the figures wrong."""
-        reasons = {
-            "neftune_noise_alpha": "noise in training only makes the current policy another than the one that sampled",
-            "label_smoothing_factor": "there are no labels to smooth",
-            "auto_find_batch_size": "a smaller batch would cut groups and drop the rollout in hand",
-            "bf16_full_eval": "evaluation samples from the weights as they are trained",
-            "fp16_full_eval": "evaluation samples from the weights as they are trained",
-        }
-        for name, reason in reasons.items():
-            if getattr(self, name):
-                raise ValueError(f"{name} is {getattr(self, name)}, but {reason}. Leave it out.")
-
-    def _check_batch(self) -> None:
-        if self.dataloader_drop_last and self.per_device_train_batch_size % self.num_generations:
-            raise ValueError(
-                f"dataloader_drop_last would drop part of a group: num_generations {self.num_generations} does not divide "
-                f"per_device_train_batch_size {self.per_device_train_batch_size}. Change one of the three."
-            )
-        if self.step_batch_size % self.num_generations:
-            raise ValueError(
-                f"An optimizer step has {self.per_device_train_batch_size} x {self.gradient_accumulation_steps} = "
-                f"{self.step_batch_size} completions on each device (per_device_train_batch_size x "
-                "gradient_accumulation_steps), which cannot be divided into groups of num_generations = "
-                f"{self.num_generations}. Change one of the three."
-            )

@@ -69,6 +69,21 @@ def score_tokens(
     return scored.logps(), scored.entropy()
 
 
+@torch.no_grad()
+def top_tokens(
+    model: nn.Module | Any, input_ids: Tensor, attention_mask: Tensor, k: int, *, temperature: float, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """The `k` likeliest tokens at each place and their log-probs in nats, likeliest first: two (B, T, k).
+
+    A row at a time. Those at t compete with token t; a row's first place and padding have id 0 and 0 nats.
+    """
+    rows = [
+        _forward(model, ids_1T, mask_1T, temperature, vocab_size).top(k)
+        for ids_1T, mask_1T in zip(input_ids.split(1), attention_mask.split(1), strict=True)
+    ]
+    return torch.cat([ids for ids, _ in rows]), torch.cat([logps for _, logps in rows])
+
+
 @dataclass(frozen=True)
 class _Scored:
     """A forward pass over rows that stand flush left; what is asked of it comes back in the shape of the input."""
@@ -91,8 +106,15 @@ class _Scored:
         """(B, T) nats, without gradient."""
         return self._moved_back(_entropy(self.logits_BLV))
 
+    def top(self, k: int) -> tuple[Tensor, Tensor]:
+        """(B, T, k) ids and nats."""
+        logits_BLK, ids_BLK = self.logits_BLV.topk(k)
+        logps_BLK = logits_BLK - self.logits_BLV.logsumexp(dim=-1, keepdim=True)
+        ids, logps = ([self._moved_back(column) for column in part.unbind(-1)] for part in (ids_BLK, logps_BLK))
+        return torch.stack(ids, dim=-1), torch.stack(logps, dim=-1)
+
     def _moved_back(self, values_BL: Tensor) -> Tensor:
-        values_BL = torch.where(self.real_BL, values_BL, 0.0)
+        values_BL = torch.where(self.real_BL, values_BL, values_BL.new_zeros(()))
         return values_BL.new_zeros(len(values_BL), self.width).scatter(1, self.positions_BL, values_BL)
 
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import datasets
 import numpy as np
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
@@ -25,9 +26,11 @@ from .batch import Rollout, ScoredBatch
 from .callbacks import StopOnSigterm
 from .loss import count_items
 from .metrics import Metrics
+from .mixing import MixedSampler, NamedRows, make_mixture
 from .models import eval_mode
 from .rng import forked_rng
-from .rows import Filler, RowSampler, SampledRows, Shares, with_seeds
+from .rollout import RolloutEngine
+from .rows import FilledStream, Filler, RowSampler, SampledRows, Shares, with_seeds
 from .saving import SavingTrainer
 from .servers import ServerError
 
@@ -41,6 +44,9 @@ class DistillationLoop(SavingTrainer):
     processing_class: PreTrainedTokenizerBase
     evaluators: list[Callable[[Any], dict[str, float]]]
     vocab_size: int
+    prepare_eval: Callable[[Any], Any]
+    """Checks evaluation data, and gives each row its teacher's name."""
+    engine: RolloutEngine
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -56,6 +62,7 @@ class DistillationLoop(SavingTrainer):
         self.progress = state.Progress()
         self._records: list[dict[str, Any]] = []  # of the last rollout, for log_completions
         self._updated: list[ScoredBatch] = []  # of the present rollout, for compute_post_kl
+        self._sampled_now = False  # whether no update has come since the last rollout of training
 
     def train(
         self,
@@ -76,6 +83,9 @@ class DistillationLoop(SavingTrainer):
 
     def _any_process(self, flag: bool) -> bool:
         return bool(cast(Tensor, self.accelerator.reduce(torch.tensor(int(flag), device=self.args.device))))
+
+    def _prepare_teacher(self, model: nn.Module) -> nn.Module:
+        return processes.prepare_frozen(model, self.accelerator, stays=self.args.teacher_offload)
 
     @contextmanager
     def served(self) -> Iterator[None]:
@@ -104,6 +114,15 @@ class DistillationLoop(SavingTrainer):
     def student_logps(self, sequences: Rollout | ScoredBatch) -> Tensor:
         """(B, T) log-probs under the student as it is now, without gradient."""
         raise NotImplementedError
+
+    def compare_engine(self, logps_BT: Tensor, batch: ScoredBatch) -> None:
+        """Compares a rollout's log-probs with the trainer's own of the same weights; all processes must call this."""
+        self._sampled_now = False
+        gap_BT = torch.where(batch.mask_BT, (logps_BT - batch.sampled_logps_BT).abs(), 0.0)
+        sums = torch.stack([gap_BT.sum(), batch.mask_BT.sum().to(gap_BT)])
+        gap, count = cast(Tensor, self.accelerator.reduce(sums)).tolist()
+        if count:
+            checks.check_engine_agrees(gap / count, self.engine.max_gap, self.state.global_step)
 
     # ---- Batches
 
@@ -148,18 +167,23 @@ class DistillationLoop(SavingTrainer):
         places = [shares.place(self.accelerator.process_index, number) for number in numbers]
         return with_seeds(rows, places, self.args.seed, *stream)
 
-    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        rows = SampledRows(dataset) if isinstance(dataset, datasets.Dataset) else dataset
-        return super()._get_dataloader(rows, *args, **kwargs)
+    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        rows = dataset
+        if isinstance(dataset, datasets.Dataset | NamedRows):
+            rows = SampledRows(dataset)
+        elif self.accelerator.num_processes > 1:
+            rows = FilledStream(dataset, self.accelerator.num_processes * batch_size)
+        loader = super()._get_dataloader(rows, description, batch_size, *args, **kwargs)
+        if isinstance(shard := loader.batch_sampler, BatchSamplerShard):
+            shard.sampler = shard.batch_sampler.sampler  # or a resumed loader would not tell it which epoch it is
+        return loader
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        return RowSampler(
-            len(train_dataset),
-            self.train_shares,
-            shuffle=self.args.train_sampling_strategy == "random",
-            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
-            drop_last=self.args.dataloader_drop_last,
-        )
+        shuffle, shares = self.args.train_sampling_strategy == "random", self.train_shares
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        if isinstance(self.train_dataset, NamedRows):
+            return MixedSampler(make_mixture(self.train_dataset.sizes, self.args), shares, shuffle=shuffle, seed=seed)
+        return RowSampler(len(train_dataset), shares, shuffle=shuffle, seed=seed, drop_last=self.args.dataloader_drop_last)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int]:
         return RowSampler(len(eval_dataset), self._eval_shares, shuffle=False, drop_last=self.args.dataloader_drop_last)
@@ -187,6 +211,8 @@ class DistillationLoop(SavingTrainer):
         """
         with self._other_metrics(), forked_rng(), eval_mode(self.model):
             if eval_dataset is not None:
+                if isinstance(eval_dataset, dict):
+                    eval_dataset = self.prepare_eval(eval_dataset)
                 return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
             figures = super().evaluate(None, ignore_keys, metric_key_prefix) if self.eval_dataset else {}
             results = [evaluator(self) for evaluator in self.evaluators]
@@ -252,6 +278,12 @@ class DistillationLoop(SavingTrainer):
         self.progress.teacher_tokens += figures.pop("teacher_tokens", 0.0)
         totals = {"tokens": self.progress.tokens, "teacher_tokens": self.progress.teacher_tokens}
         return figures | totals | {"tokens_per_second": tokens / seconds}
+
+    def after_step(self) -> None:
+        """After each optimizer step, before it is logged or saved."""
+        for teacher in self.self_teachers():
+            teacher.follow(self.state.global_step)
+        self._record_post_kl()
 
     def _record_post_kl(self) -> None:
         """After a rollout's last update: how far its updates moved the policy on its own tokens."""

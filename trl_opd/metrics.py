@@ -18,7 +18,7 @@ from .batch import Rollout, ScoredBatch
 from .loss import Stats
 
 MAX_VALUES = 2**16
-"""Values kept of each distribution, per process and window; of more, every second one is dropped."""
+"""Values kept of each distribution, per process and window; of more, every second one is dropped, on all processes."""
 
 
 class Metrics:
@@ -83,22 +83,31 @@ class Metrics:
 
         `time/*` are seconds of the window on the slowest process; `time/window` is its whole length.
         """
-        own = {
+        own = self.window()
+        self.reset()
+        return _summarize(gather_object([own]))
+
+    def window(self) -> dict[str, Any]:
+        """What this process has collected."""
+        return {
             "sums": {name: (float(total), float(count)) for name, (total, count) in self._sums.items()},
-            "values": {name: _thinned(torch.cat(values).cpu().numpy()) for name, values in self._values.items()},
+            "values": {name: _thinned(torch.cat(values)) for name, values in self._values.items()},
             "totals": self._totals,
             "lows": self._lows,
             "highs": self._highs,
             "seconds": {**self._seconds, "window": time.perf_counter() - self._started},
         }
-        self.reset()
-        return _summarize(gather_object([own]))
 
 
-def record_rollout(metrics: Metrics, rollout: Rollout, teacher_logps_BT: Tensor) -> None:
-    """Adds what can be said of completions and their scores before any update."""
+def record_rollout(metrics: Metrics, rollout: Rollout, teacher_logps_BT: Tensor, name_column: str | None = None) -> None:
+    """Adds what can be said of completions and their scores before any update; the KL also by the names in a column."""
     lengths_B, stopped_B = rollout.completion_lengths_B, rollout.stopped_B
-    metrics.add_values("teacher_kl", reverse_kl(rollout.sampled_logps_BT, teacher_logps_BT, rollout.mask_BT)[rollout.mask_BT])
+    kl_BT = reverse_kl(rollout.sampled_logps_BT, teacher_logps_BT, rollout.mask_BT)
+    metrics.add_values("teacher_kl", kl_BT[rollout.mask_BT])
+    names = [row.get(name_column) for row in rollout.rows] if name_column is not None else []
+    for name in dict.fromkeys(name for name in names if name is not None):
+        own_B = torch.tensor([other == name for other in names], device=kl_BT.device)
+        metrics.add(f"teacher_kl/{name}", kl_BT[own_B].sum(), rollout.mask_BT[own_B].sum())
     metrics.add("completions/mean_length", lengths_B.sum(), len(rollout))
     metrics.add_extremes(lengths_B, low="completions/min_length", high="completions/max_length")
     metrics.add("completions/stopped_fraction", stopped_B.sum(), len(rollout))
@@ -129,13 +138,13 @@ def record_update(metrics: Metrics, batch: ScoredBatch, logps_BT: Tensor, entrop
 def _summarize(windows: list[dict[str, Any]]) -> dict[str, float]:
     """Joins the windows of all processes into one set of figures."""
     sums: defaultdict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
-    values: defaultdict[str, list[np.ndarray]] = defaultdict(list)
+    values: defaultdict[str, list[tuple[int, np.ndarray]]] = defaultdict(list)
     figures = _summed([window["totals"] for window in windows])
     for window in windows:
         for name, pair in window["sums"].items():
             sums[name] = sums[name] + pair
-        for name, array in window["values"].items():
-            values[name].append(array)
+        for name, thinned in window["values"].items():
+            values[name].append(thinned)
         for name, value in window["lows"].items():
             figures[name] = min(figures.get(name, value), value)
         for name, value in window["highs"].items():
@@ -143,7 +152,7 @@ def _summarize(windows: list[dict[str, Any]]) -> dict[str, float]:
         for phase, seconds in window["seconds"].items():
             figures[f"time/{phase}"] = max(figures.get(f"time/{phase}", 0.0), seconds)
     figures |= {name: float(total / count) for name, (total, count) in sums.items() if count}
-    figures |= _derived(figures, {name: np.concatenate(arrays) for name, arrays in values.items()})
+    figures |= _derived(figures, {name: _joined(parts) for name, parts in values.items()})
     return figures
 
 
@@ -168,7 +177,15 @@ def _derived(means: dict[str, float], values: dict[str, np.ndarray]) -> dict[str
     return figures
 
 
-def _thinned(values: np.ndarray) -> np.ndarray:
-    while len(values) > MAX_VALUES:
-        values = values[::2]
-    return values
+def _thinned(values: Tensor) -> tuple[int, np.ndarray]:
+    """At most `MAX_VALUES` of them, and of how many each is one."""
+    stride = 1
+    while len(values) > MAX_VALUES * stride:
+        stride *= 2
+    return stride, values[::stride].cpu().numpy()
+
+
+def _joined(parts: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
+    """The values of all processes, thinned alike: a process with fewer of them must not weigh more."""
+    widest = max(stride for stride, _ in parts)
+    return np.concatenate([values[:: widest // stride] for stride, values in parts])

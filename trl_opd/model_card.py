@@ -34,14 +34,15 @@ class CardFacts:
     name: str
     """Of the repository the model can be loaded from."""
     student: str
-    """Hub id or path; empty if it was made in memory. So also `teacher`, which may be "base", the student's own, or a URL with
-    the served name as its fragment."""
-    teacher: str
+    """Hub id or path; empty if it was made in memory."""
+    teacher: str | dict[str, str]
+    """So also the teacher, or several by name. It may be "base", the student's own, "self", the student, or a URL with the
+    served name as its fragment."""
     objective: dict[str, Any]
     lora: PeftConfig | None
     datasets: list[str] = field(default_factory=list)
-    num_prompts: int | None = None
-    """None for a stream."""
+    num_prompts: int | dict[str, int] | None = None
+    """Of several datasets by name; None for a stream."""
     history: list[dict[str, Any]] = field(default_factory=list)
     """`trainer.state.log_history`."""
     tags: list[str] = field(default_factory=list)
@@ -118,15 +119,20 @@ def _name(model: str) -> str:
     return f"`{Path(model).name}` (a local folder)"
 
 
-def _teacher(teacher: str) -> str:
+def _teacher(teacher: str | dict[str, str]) -> str:
+    if isinstance(teacher, dict):
+        return "several teachers (" + "; ".join(f"{name}: {_teacher(one)}" for name, one in teacher.items()) + ")"
     if is_url(teacher):  # where the server was is nobody else's business
         served = teacher.partition("#")[2]
         return f"{_name(served) if '/' in served and _is_hub_id(served) else f'`{Path(served).name}`'} (on a vLLM server)"
-    return "its own base model (the adapter switched off)" if teacher == "base" else _name(teacher)
+    return {"base": "its own base model (the adapter switched off)", "self": "itself"}.get(teacher) or _name(teacher)
 
 
 def _data(facts: CardFacts) -> str:
     size = "a stream of prompts" if facts.num_prompts is None else f"{facts.num_prompts} prompts"
+    if isinstance(facts.num_prompts, dict):
+        parts = ", ".join(f"{name}: {number}" for name, number in facts.num_prompts.items())
+        size = f"{sum(facts.num_prompts.values())} prompts ({parts})"
     return ", ".join([*(_dataset(name) for name in facts.datasets), size])
 
 

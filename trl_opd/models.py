@@ -28,7 +28,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from .config import OnPolicyDistillationConfig, as_dict
 
 TEACHER_ADAPTER = "trl_opd_teacher"
-"""Name of the adapter a teacher has on the student's base; none that a user would give to one."""
+"""How the names of adapters begin that teachers have on the student's base; no user would give one such a name."""
 NOISE = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 """Training noise of mixtures of experts. PhiMoE's router_jitter_noise is none, but a threshold that holds in eval mode too."""
 
@@ -181,26 +181,36 @@ def is_quantized(model: nn.Module) -> bool:
     return getattr(base, "is_quantized", False)  # transformers sets it on quantised models only
 
 
+def teacher_adapters(model: nn.Module) -> list[str]:
+    """Names of the adapters that teachers have on the student's base."""
+    return [name for name in model.peft_config if name.startswith(TEACHER_ADAPTER)] if isinstance(model, PeftModel) else []
+
+
+def next_teacher_adapter(model: nn.Module) -> str:
+    """A name for one more of them. It has a number and not the teacher's name, which may hold a dot."""
+    number = len(teacher_adapters(model))
+    return f"{TEACHER_ADAPTER}_{number + 1}" if number else TEACHER_ADAPTER
+
+
 @contextmanager
-def without_adapter(model: nn.Module, name: str) -> Iterator[None]:
-    """Inside, `model` does not list the adapter `name`, so that saving it leaves that one out."""
+def without_teachers(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` does not list the adapters of teachers, so that saving it leaves them out."""
     configs: dict[str, PeftConfig] = model.peft_config if isinstance(model, PeftModel) else {}
-    config = configs.pop(name, None)
+    taken = {name: configs.pop(name) for name in teacher_adapters(model)}
     try:
         yield
     finally:
-        if config is not None:
-            configs[name] = config
+        configs.update(taken)
 
 
-def state_without_adapter(model: nn.Module, name: str, state_dict: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What to save of a model without the adapter `name`; peft knows whose its tensors are only while the model lists it."""
-    if not isinstance(model, PeftModel) or name not in model.peft_config:
+def state_without_teachers(model: nn.Module, state_dict: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What to save of a model without its teachers; peft knows whose its tensors are only while the model lists them."""
+    if not (names := set(teacher_adapters(model))):
         return state_dict
     return {
         key: tensor
         for key, tensor in (model.state_dict() if state_dict is None else state_dict).items()
-        if name not in key.split(".")
+        if not names & set(key.split("."))
     }
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
-from accelerate import Accelerator, DistributedType
-from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model
+from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin, broadcast_object_list, fsdp2_prepare_model, gather_object
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
@@ -16,6 +17,8 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from . import checks
 from .models import is_quantized, without_peft
+
+T = TypeVar("T")
 
 
 def fsdp_plugin(accelerator: Accelerator) -> FullyShardedDataParallelPlugin | None:
@@ -31,6 +34,16 @@ def check_launch(accelerator: Accelerator) -> None:
             "The accelerate configuration asks for FSDP1, under which `generate` fails on the sharded weights; torch has "
             "deprecated it. Set `fsdp_version: 2` in its fsdp_config (`accelerate to-fsdp2 --config_file old.yaml "
             "--output_file new.yaml` converts the rest), or start from examples/accelerate/fsdp2.yaml."
+        )
+    if plugin is not None and plugin.activation_checkpointing:
+        raise ValueError(
+            "The accelerate configuration has `fsdp_activation_checkpointing: true`, which renames the layers, so that an "
+            "adapter is saved empty. Set it to false: the trainer's `activation_checkpointing`, on by default, does the same."
+        )
+    if accelerator.num_processes < (launched := int(os.environ.get("WORLD_SIZE", "1"))):
+        raise ValueError(
+            f"{launched} processes were launched, but each would train alone: accelerate found no GPU, and joins processes on "
+            "the CPU only if it is told. Pass `use_cpu=True` (`--use_cpu`) to train on the CPU."
         )
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ValueError(
@@ -54,14 +67,20 @@ def ensure_sharded(model: nn.Module, accelerator: Accelerator) -> None:
         plugin.auto_wrap_policy = None  # training finds nothing left to wrap
 
 
-def prepare_frozen(model: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """Puts a model that is not trained on the training device; under FSDP, each process's part of it.
+def prepare_frozen(model: nn.Module, accelerator: Accelerator, *, stays: bool = False) -> nn.Module:
+    """Puts a model that is not trained on the training device, unless it `stays` where it is; under FSDP, each process's part.
 
     Accelerate's own `prepare_model(model, evaluation_mode=True)` would leave the whole of it on every process.
     """
     model.requires_grad_(False).eval()  # before sharding: weights that might be trained would be kept in fp32
     if fsdp_plugin(accelerator) is None:
-        return accelerator.prepare_model(model, evaluation_mode=True)
+        return accelerator.prepare_model(model, device_placement=not stays, evaluation_mode=True)
+    if stays:
+        raise ValueError(
+            "teacher_offload is True, but under FSDP each process holds its part of the teacher only, which cannot be moved "
+            "by itself. Leave it out, and set `fsdp_offload_params: true` in the accelerate configuration: it keeps the parts "
+            "of student and teacher in CPU memory."
+        )
     if is_quantized(model):
         size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
         checks.warn(
@@ -92,6 +111,11 @@ def shard(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     return model
 
 
+def greatest(numbers: list[int]) -> list[int]:
+    """The greatest of each number over the processes, each of which must call this."""
+    return [max(column) for column in zip(*gather_object([numbers]), strict=True)]
+
+
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
     """Inside, a layer of a sharded model that was gathered stays: `generate` gathers each once, not once for each token.
@@ -109,6 +133,13 @@ def gathered(model: nn.Module) -> Iterator[None]:
             layer.reshard()
 
 
+def reshard(model: nn.Module) -> None:
+    """Lets go of what forward passes of a sharded model have left gathered; its parameters are this process's shards again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _reshards(module: FSDPModule) -> bool:
     group = module._get_fsdp_state()._fsdp_param_group  # None if its parameters all belong to layers inside it
     return group is not None and group.post_forward_mesh_info is not None
@@ -123,3 +154,17 @@ def gathered_state(model: nn.Module) -> dict[str, Tensor]:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapted)
     state: dict[str, Any] = get_model_state_dict(model, options=options)
     return state
+
+
+def on_first_process(function: Callable[[], T]) -> T:
+    """What `function()` returns on the first process, which alone calls it; its error is raised on all. All must call this."""
+    outcome: list[Any] = [None, None]
+    if PartialState().is_main_process:
+        try:
+            outcome[0] = function()
+        except Exception as error:  # whatever it is, the others wait for it
+            outcome[1] = error
+    broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return cast(T, outcome[0])

@@ -17,12 +17,17 @@ class PromptEncoder:
         tokenizer: The student's.
         chat_template_kwargs: Extra arguments of its chat template.
         max_length: Longest prompt in tokens; a longer one loses its beginning.
+        chat_template: In place of the tokenizer's.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any] | None, max_length: int
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template_kwargs: dict[str, Any] | None,
+        max_length: int,
+        chat_template: str | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.chat_template = tokenizer, chat_template
         self.chat_template_kwargs = chat_template_kwargs or {}
         self.max_length = max_length
 
@@ -67,7 +72,7 @@ class PromptEncoder:
         return ids[:-1] if eos and ids[-1:] == [self.tokenizer.eos_token_id] and not text.endswith(eos) else ids
 
     def _encode_messages(self, messages: list[dict[str, Any]]) -> list[int]:
-        if not self.tokenizer.chat_template:
+        if not (self.chat_template or self.tokenizer.chat_template):
             raise ValueError(
                 "The prompts are conversations, but the tokenizer has no chat template to render them with. Set "
                 "tokenizer.chat_template and pass it as processing_class, or use plain-text prompts."
@@ -79,6 +84,7 @@ class PromptEncoder:
             continue_final_message=not answers_next,
             tokenize=True,
             return_dict=False,
+            chat_template=self.chat_template,
             **self.chat_template_kwargs,
         )
         return list(cast(list[int], ids))

@@ -34,7 +34,7 @@ class ServerError(Exception):
 class RequestRefused(ServerError):
     """A server said that the request itself is wrong (4xx): too long, unknown model, no access."""
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, status: int = 0) -> None:  # pickled to other processes, it is made without it
         super().__init__(message)
         self.status = status
 

@@ -15,7 +15,7 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 
 class Row(dict[str, Any]):
@@ -90,14 +90,17 @@ class RowSampler(Sampler[int]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        rows = list(range(self.num_rows))
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            rows = torch.randperm(self.num_rows, generator=generator).tolist()
-        repeats = self.shares.group_size
+        rows, repeats = self.order(), self.shares.group_size
         for place in self.shares.order(len(self)):
             row = rows[place // repeats % self.num_rows]
             yield row if place < self.num_rows * repeats else ~row
+
+    def order(self) -> list[int]:
+        """The row numbers of the present epoch, each once."""
+        if not self.shuffle:
+            return list(range(self.num_rows))
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return torch.randperm(self.num_rows, generator=generator).tolist()
 
     def __len__(self) -> int:
         num_places = self.num_rows * self.shares.group_size
@@ -107,8 +110,8 @@ class RowSampler(Sampler[int]):
 class SampledRows(Dataset[Row]):
     """What a data loader reads with a `RowSampler`: rows, of which those it marks are fillers."""
 
-    def __init__(self, dataset: datasets.Dataset) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset  # has __len__ and __getitems__
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -120,6 +123,30 @@ class SampledRows(Dataset[Row]):
         """The rows of a micro-batch, read at once."""
         rows = self.dataset.__getitems__([max(number, ~number) for number in numbers])
         return [Filler(row) if number < 0 else Row(row) for row, number in zip(rows, numbers, strict=True)]
+
+
+class FilledStream(IterableDataset[Row]):
+    """A stream with fillers after its end, so that each of several processes has as many rows.
+
+    Args:
+        dataset: The stream.
+        round_size: Rows of a micro-batch on all processes together; of a multiple of it there will be.
+    """
+
+    def __init__(self, dataset: datasets.IterableDataset, round_size: int) -> None:
+        self.dataset, self.round_size = dataset, round_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Passes it on to the stream, which may be shuffled."""
+        self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Row]:
+        count, row = 0, {}
+        for row in self.dataset:
+            yield Row(row)
+            count += 1
+        for _ in range(-count % self.round_size):
+            yield Filler(row)
 
 
 def with_seeds(rows: Sequence[dict[str, Any]], places: Sequence[int], *stream: int) -> list[dict[str, Any]]:

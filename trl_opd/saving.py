@@ -15,8 +15,10 @@ from transformers import PreTrainedModel, Trainer
 from . import checks, processes, state
 from .config import OnPolicyDistillationConfig
 from .metrics import Metrics
+from .mixing import NamedRows
 from .model_card import CardFacts, model_card
-from .models import TEACHER_ADAPTER, state_without_adapter, without_adapter
+from .models import state_without_teachers, without_teachers
+from .teachers import SelfTeacher, Teacher, teachers_of
 
 
 class SavingTrainer(Trainer):
@@ -28,11 +30,16 @@ class SavingTrainer(Trainer):
     metrics: Metrics
     progress: state.Progress
     student_name: str
-    teacher_name: str
+    teacher: Teacher
+    teacher_name: str | dict[str, str]
 
     def student(self) -> PreTrainedModel | PeftModel:
         """The model that is trained, out of its wrappers."""
         return self.accelerator.unwrap_model(self.model)
+
+    def self_teachers(self) -> list[SelfTeacher]:
+        """Teachers that follow the student and are saved with it."""
+        return [teacher for teacher in teachers_of(self.teacher) if isinstance(teacher, SelfTeacher)]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Trainer's; of sharded weights, what was trained is gathered, whatever `fsdp_state_dict_type` says.
@@ -55,6 +62,8 @@ class SavingTrainer(Trainer):
             position=self._stream_position(),
         )
         progress.save(folder, self.accelerator.process_index, self.accelerator.num_processes)
+        for teacher in self.self_teachers():
+            teacher.save(folder, self.accelerator.process_index)
         super()._save_checkpoint(model, trial)
 
     def saved_for_later(self, trial: Any) -> str:
@@ -75,6 +84,8 @@ class SavingTrainer(Trainer):
         self.progress = state.Progress.load(
             resume_from_checkpoint, accelerator.process_index, accelerator.num_processes, self.args.device
         )
+        for teacher in self.self_teachers():
+            teacher.load(resume_from_checkpoint, accelerator.process_index)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Passes through the data and micro-batches since, to skip. Trainer presumes that a stream lasts `max_steps` steps."""
@@ -88,8 +99,8 @@ class SavingTrainer(Trainer):
         return passes, round((epoch - passes) * batches_in_epoch)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        state_dict = state_without_adapter(self.student(), TEACHER_ADAPTER, state_dict)
-        with without_adapter(self.student(), TEACHER_ADAPTER):
+        state_dict = state_without_teachers(self.student(), state_dict)
+        with without_teachers(self.student()):
             super()._save(output_dir, state_dict)
 
     def create_model_card(
@@ -123,12 +134,17 @@ class SavingTrainer(Trainer):
             objective=self.args.objective(),
             lora=student.active_peft_config if isinstance(student, PeftModel) else None,
             datasets=[*_listed(dataset), *_listed(dataset_name)],
-            num_prompts=len(self.train_dataset) if isinstance(self.train_dataset, datasets.Dataset) else None,
+            num_prompts=self._num_prompts(),
             history=history,
             tags=_listed(tags),
             metadata=metadata,
         )
         model_card(facts).save(f"{self.args.output_dir}/README.md")
+
+    def _num_prompts(self) -> int | dict[str, int] | None:
+        if isinstance(self.train_dataset, NamedRows):
+            return self.train_dataset.sizes
+        return len(self.train_dataset) if isinstance(self.train_dataset, datasets.Dataset) else None
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's, but the model is saved in `output_dir` before the Hub is asked for anything.

@@ -135,6 +135,11 @@ class Servers:
             tries += 1
             self._wait(tries, began, path, "the request to each of them", self._replicas)
 
+    def was_told(self, path: str, payload: Answer) -> None:
+        """The first process has told each replica this `lasting` request; here it is only repeated to one that has lost it."""
+        with self._lock:
+            self._lasting = (path, payload)
+
     def get(self, path: str) -> list[Answer]:
         """What every replica answers to a GET, for probes; {} for an empty body. One that is still starting is waited for.
 

@@ -56,19 +56,22 @@ class Progress:
         """Reads what `save` wrote; a checkpoint without it (weights only) starts afresh.
 
         Raises:
-            ValueError: If it was written by another number of processes.
+            ValueError: If it was written by another number of processes, or this one's part is missing.
         """
         path = _path(folder, process_index)
-        if not path.is_file():
-            path = _path(folder, 0)  # there if there were fewer processes
-        if not path.is_file():
+        if not path.is_file() and not _path(folder, 0).is_file():
             return cls()
-        saved = torch.load(path, weights_only=True)
+        saved = torch.load(path if path.is_file() else _path(folder, 0), weights_only=True)
         if saved["num_processes"] != num_processes:
             raise ValueError(
                 f"The checkpoint '{folder}' was written by {saved['num_processes']} processes, but there are {num_processes} "
                 f"now: each has rollouts and random states of its own. Launch with --num_processes {saved['num_processes']} "
                 "to go on exactly, or start a new run from its weights by passing the folder as `model`."
+            )
+        if not path.is_file():
+            raise ValueError(
+                f"The checkpoint '{folder}' was written by {num_processes} processes, but lacks {path.name}, what process "
+                f"{process_index} had rolled out. Copy it from the machine of that process, or save to a shared folder."
             )
         pending = deque(
             ([ScoredBatch.from_state_dict(state, device) for state in states], count.to(device))

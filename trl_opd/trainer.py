@@ -34,20 +34,25 @@ from . import checks, completions
 from .advantage import kl_advantages
 from .batch import Rollout, ScoredBatch
 from .callbacks import AfterStepCallback, DistillationProgressCallback
+from .comparison import compare
 from .config import OnPolicyDistillationConfig, as_dict
+from .data import prepare_eval, prepare_train
 from .logprobs import score_in_batches, score_tokens
 from .loop import TRAIN, DistillationLoop
 from .loss import Stats, policy_loss
 from .metrics import record_rewards, record_rollout, record_update
+from .mixing import name_column
 from .models import base_name, eval_mode, load_student, load_tokenizer
-from .processes import prepare_frozen
-from .prompts import PromptEncoder, check_dataset
+from .processes import fsdp_plugin, greatest
+from .prompts import PromptEncoder
 from .rewards import RewardFunc, compute_rewards, reward_advantages, reward_names, weighted_rewards
 from .rng import forked_rng
-from .rollout import RolloutEngine, TransformersEngine
-from .rows import Filler, Row, repeat_rows
-from .teachers import ModelTeacher, ServerTeacher, Teacher, make_teacher, teacher_name
+from .rollout import RolloutEngine, make_engine
+from .rows import Filler, Row
+from .teacher_prompts import TeacherPromptEncoder
+from .teachers import ModelTeacher, ServerTeacher, Teacher, make_teachers, name_of, rows_by_teacher, teachers_of
 
+AnyDataset = datasets.Dataset | datasets.IterableDataset
 Evaluator = Callable[["OnPolicyDistillationTrainer"], dict[str, float]]
 
 
@@ -59,11 +64,14 @@ class OnPolicyDistillationTrainer(DistillationLoop):
 
     Args:
         model: The student: an id or path (of an adapter, too: it is trained on), a model, or a PeftModel.
-        teacher_model: The teacher: an id, a path or a model, or "base" for the student's own base with its adapter off, which
-            takes no memory, or the URL of a vLLM server (a list: of its replicas). Unset: `args.teacher_model_name_or_path`.
+        teacher_model: The teacher: an id, a path or a model, "base" for the student's own base with its adapter off, which
+            takes no memory, "self" for the student, or the URL of a vLLM server (a list: of its replicas). A dict of several:
+            each scores the rows of the dataset of its name, or those whose `teacher` column names it. Unset:
+            `args.teacher_model_name_or_path`.
         args: Settings.
         train_dataset: Has a `prompt` column, texts or lists of messages; other columns go to the reward functions. Where
-            it has a `teacher_prompt`, the teacher sees that in place of the prompt (privileged context).
+            it has a `teacher_prompt`, the teacher sees that in place of the prompt (privileged context). A dict of several
+            is mixed as `args.prompts_per_step` says.
         eval_dataset: One such dataset or a dict of them: held-out teacher_kl, completion and reward figures.
         processing_class: The student's tokenizer; by default the one saved with it. If it has no pad token, it gets one.
         callbacks: As for `Trainer`.
@@ -80,10 +88,10 @@ class OnPolicyDistillationTrainer(DistillationLoop):
     def __init__(
         self,
         model: str | PreTrainedModel | PeftModel,
-        teacher_model: str | list[str] | PreTrainedModel | PeftModel | None = None,
+        teacher_model: checks.TeacherModel | dict[str, checks.TeacherModel] | None = None,
         args: OnPolicyDistillationConfig | None = None,
-        train_dataset: datasets.Dataset | datasets.IterableDataset | None = None,
-        eval_dataset: datasets.Dataset | datasets.IterableDataset | dict[str, datasets.Dataset] | None = None,
+        train_dataset: AnyDataset | dict[str, datasets.Dataset] | None = None,
+        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, LambdaLR | None] = (None, None),
@@ -104,39 +112,40 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         self.vocab_size = checks.policy_vocab_size(tokenizer)
         checks.check_vocab_rows(model, self.vocab_size, "student")
         self.prompt_encoder = PromptEncoder(tokenizer, as_dict(args.chat_template_kwargs), checks.prompt_limit(model, args))
+        self.teacher_prompts = TeacherPromptEncoder(tokenizer, args)
         self.reward_funcs = [reward_funcs] if callable(reward_funcs) else list(reward_funcs or [])
         self.reward_weights = checks.reward_weights(args, len(self.reward_funcs))
         self.evaluators = list(evaluators or [])
-        eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
-        for name, dataset in eval_datasets.items():
-            if dataset is not None:
-                check_dataset(dataset, name)
+        own = self.teacher_prompts, teacher_model if isinstance(teacher_model, dict) else ()
+        train_data = None if train_dataset is None else prepare_train(train_dataset, self.prompt_encoder, *own, args)
+        self.prepare_eval = lambda dataset: prepare_eval(dataset, *own)
+        eval_dataset = self.prepare_eval(eval_dataset)
         if eval_dataset is None and self.evaluators:
             eval_dataset = {}  # nothing to roll out, but Trainer must not refuse to evaluate
         super().__init__(
             model=model,
             args=args,
             data_collator=list,
-            train_dataset=None if train_dataset is None else self._prepared(train_dataset, args),
+            train_dataset=cast(Any, train_data),
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
-            callbacks=[AfterStepCallback(self._record_post_kl), *(callbacks or [])],
+            callbacks=[AfterStepCallback(self.after_step), *(callbacks or [])],
             optimizers=optimizers,
         )
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(DistillationProgressCallback)
-        self.engine: RolloutEngine = TransformersEngine(
+        self.engine: RolloutEngine = make_engine(args, model, tokenizer, synced_gpus=self.is_fsdp_enabled)
+        self.teacher: Teacher = make_teachers(
+            teacher_model,
+            self.student,
+            tokenizer,
             args,
-            stop_ids=checks.stop_token_ids(model, tokenizer),
-            pad_id=cast(int, tokenizer.pad_token_id),
-            vocab_size=self.vocab_size,
-            synced_gpus=self.is_fsdp_enabled,
+            self._prepare_teacher,
+            may_share_base=loaded_here,
+            most=greatest if fsdp_plugin(self.accelerator) else None,
         )
-        self._engine_checked = False
-        self.teacher: Teacher = make_teacher(
-            teacher_model, self.student, tokenizer, args, self._prepare_teacher, may_share_base=loaded_here
-        )
-        self.teacher_name = teacher_name(teacher_model, self.teacher)
+        self.teacher_name = name_of(teacher_model, self.teacher)
+        self._name_column = name_column(train_dataset, teacher_model)
 
     # ---- The algorithm
 
@@ -168,9 +177,8 @@ class OnPolicyDistillationTrainer(DistillationLoop):
             temperature=self.args.temperature,
             vocab_size=self.vocab_size,
         )
-        if self.state.global_step == 0 and not self._engine_checked:
-            checks.check_engine_agrees(logps_BT, batch)
-            self._engine_checked = True
+        if self._sampled_now:
+            self.compare_engine(logps_BT.detach(), batch)
         if self.args.kl_logps == "current":
             advantages_BT = self.compute_advantages(
                 logps_BT.detach(), batch.teacher_logps_BT, batch.mask_BT, batch.reward_advantages_B
@@ -187,8 +195,12 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         """Everything before the update: rollout, teacher, rewards, advantages."""
         rows = self.with_seeds(rows, self.train_shares, 0, TRAIN, self.state.global_step)
         rollout, teacher_logps_BT, rewards_BF = self.rollout_and_scores(rows, TRAIN, self.state.global_step)
+        self._sampled_now = True
         if self.state.global_step == 0:
-            checks.check_teacher_differs(rollout, teacher_logps_BT, half_precision=self._half_precision())
+            for name, own_B in rows_by_teacher(self.teacher, rollout).items():
+                comparison = compare(rollout[own_B], teacher_logps_BT[own_B], self.vocab_size)
+                for verdict in comparison.verdicts(self.args.max_completion_length, half_precision=self.half_precision()):
+                    checks.warn(f"Teacher {name!r}: {verdict}" if name else verdict)
         reward_advantages_B = self._reward_advantages(rewards_BF).to(rollout.sampled_logps_BT)
         advantages_BT = self.compute_advantages(
             rollout.sampled_logps_BT, teacher_logps_BT, rollout.mask_BT, reward_advantages_B
@@ -201,8 +213,12 @@ class OnPolicyDistillationTrainer(DistillationLoop):
 
     def rollout_and_scores(self, rows: list[dict[str, Any]], *stream: int) -> tuple[Rollout, Tensor, Tensor]:
         """Completions for `rows`, the teacher's log-probs of them (B, T) and their rewards (B, F); all are measured."""
+        with self.metrics.timed("sync"), self.accelerator.autocast():
+            self.engine.sync(self.student())
         with self.metrics.timed("rollout"), forked_rng(self.args.seed, *stream, self.accelerator.process_index), self.served():
             rollout = self.generate_rollout(rows)
+        if self.args.truncates_sampling and not self.engine.whole_softmax:
+            rollout = rollout.with_sampled_logps(self.student_logps(rollout))
         checks.check_rollout(rollout, len(rows))
         rollout, real_B = rollout.without_fillers(), rollout.real_B
         with self.metrics.timed("teacher"), self.served():
@@ -213,7 +229,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         rewards_BF = compute_rewards(self.reward_funcs, rollout.rows, texts, ids, trainer_state=self.state)
         rewards_BF[~real_B.cpu()] = torch.nan
 
-        record_rollout(self.metrics, rollout[real_B], teacher_logps_BT[real_B])
+        record_rollout(self.metrics, rollout[real_B], teacher_logps_BT[real_B], self._name_column)
         totals_B = weighted_rewards(rewards_BF, self.reward_weights)
         record_rewards(self.metrics, rewards_BF, totals_B, reward_names(self.reward_funcs))
         return rollout, teacher_logps_BT, rewards_BF
@@ -239,7 +255,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
             rows,
             pad_id=cast(int, self.processing_class.pad_token_id),
             device=self.args.device,
-            teacher_prompts=self._teacher_prompts(rows),
+            teacher_prompts=self.teacher_prompts.encode_rows(rows, kept),
             mask_truncated=self.args.mask_truncated_completions,
         )
 
@@ -299,28 +315,9 @@ class OnPolicyDistillationTrainer(DistillationLoop):
                 batch_size=self.args.per_device_train_batch_size,
             )
 
-    def _half_precision(self) -> bool:
+    def half_precision(self) -> bool:
         """Whether student or teacher computes in 16 bits."""
-        models = [self.student(), *([self.teacher.model] if isinstance(self.teacher, ModelTeacher) else [])]
+        models = [self.student(), *(t.model for t in teachers_of(self.teacher) if isinstance(t, ModelTeacher))]
         halves = (torch.bfloat16, torch.float16)
-        on_server = isinstance(self.teacher, ServerTeacher)  # which does not say; most compute in bf16
+        on_server = any(isinstance(t, ServerTeacher) for t in teachers_of(self.teacher))  # which does not say; most have bf16
         return on_server or self.args.bf16 or self.args.fp16 or any(p.dtype in halves for m in models for p in m.parameters())
-
-    def _teacher_prompts(self, rows: list[dict[str, Any]]) -> list[list[int]] | None:
-        if not any("teacher_prompt" in row for row in rows):
-            return None
-        return [self.prompt_encoder.encode(row, "teacher_prompt") for row in rows]
-
-    def _prepare_teacher(self, model: nn.Module) -> nn.Module:
-        return prepare_frozen(model, self.accelerator)
-
-    def _prepared(self, dataset: Any, args: OnPolicyDistillationConfig) -> Any:
-        """The training data, checked; long prompts dropped if so configured; a stream's rows repeated into groups."""
-        dataset = check_dataset(dataset, "train_dataset")
-        if args.long_prompts == "drop":
-            dataset = checks.drop_long_prompts(dataset, self.prompt_encoder)
-        if isinstance(dataset, datasets.IterableDataset):
-            checks.check_stream_groups(args, args.world_size)
-            return repeat_rows(dataset, args.num_generations)
-        checks.check_step_has_rows(len(dataset), args, args.world_size)
-        return dataset

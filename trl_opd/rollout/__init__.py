@@ -6,11 +6,33 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from ..batch import Completion
+from .loading import make_engine as make_engine
 from .transformers import TransformersEngine as TransformersEngine
+from .vllm import VLLMEngine as VLLMEngine
 
 
 class RolloutEngine(Protocol):
-    """Samples from the student. A second engine is a second class with this method."""
+    """Samples from the student. A second engine is a second class with these members."""
+
+    @property
+    def max_gap(self) -> float | None:
+        """Nats a token by which its log-probs may differ, in the mean, from the trainer's of the same weights.
+
+        More is an error. None, where it samples from the trainer's own weights: then a gap at the first rollout is warned of.
+        """
+        ...
+
+    @property
+    def whole_softmax(self) -> bool:
+        """Whether its log-probs are under the whole softmax also where top_p and its like truncate what is sampled.
+
+        Otherwise the trainer computes them itself.
+        """
+        ...
+
+    def sync(self, model: PreTrainedModel | PeftModel) -> None:
+        """Makes it sample from `model`'s present weights; called before each rollout, by all processes at once."""
+        ...
 
     def generate(
         self, model: PreTrainedModel | PeftModel, prompts: list[list[int]], seeds: list[int] | None = None

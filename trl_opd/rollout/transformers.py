@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
+import numpy as np
 import torch
 from peft import PeftModel
 from torch import Tensor
@@ -58,6 +59,12 @@ class TransformersEngine:
     ) -> None:
         self.args, self.stop_ids, self.pad_id, self.vocab_size = args, stop_ids, pad_id, vocab_size
         self.synced_gpus = synced_gpus
+
+    max_gap = None
+    whole_softmax = True
+
+    def sync(self, model: PreTrainedModel | PeftModel) -> None:
+        """Nothing to do: it samples from the weights that are trained."""
 
     def generate(
         self, model: PreTrainedModel | PeftModel, prompts: list[list[int]], seeds: list[int] | None = None
@@ -144,8 +151,9 @@ class PolicySampler(LogitsProcessor):
 
 def uniforms(seeds: list[int], length: int, device: torch.device) -> Tensor:
     """(B, length) numbers in (0, 1], each row from its seed and no other."""
-    rows = [torch.rand(length, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
-    return (1 - torch.stack(rows)).to(device, torch.float32 if device.type == "mps" else torch.float64)  # MPS has no float64
+    # numpy's generators take all bits of a seed, torch's on the CPU the lower 32 only
+    rows_BT = torch.from_numpy(1 - np.stack([np.random.default_rng(seed).random(length) for seed in seeds]))
+    return rows_BT.to(device, torch.float32 if device.type == "mps" else torch.float64)  # MPS has no float64
 
 
 def draw(probs_BV: Tensor, uniforms_B1: Tensor) -> Tensor:

@@ -1,23 +1,16 @@
 """Teachers: a rollout in, the log-probability of each of its tokens out. One kind a file."""
 
-from typing import Protocol
-
-from torch import Tensor
-
-from ..batch import Rollout
 from .adapter import AdapterTeacher as AdapterTeacher
+from .in_process import InProcessTeacher as InProcessTeacher
 from .loading import make_teacher as make_teacher
-from .loading import teacher_name as teacher_name
 from .model import ModelTeacher as ModelTeacher
+from .model import OffloadedTeacher as OffloadedTeacher
+from .protocol import Teacher as Teacher
+from .routing import RoutedTeacher as RoutedTeacher
+from .routing import make_teachers as make_teachers
+from .routing import name_of as name_of
+from .routing import rows_by_teacher as rows_by_teacher
+from .routing import teachers_of as teachers_of
+from .self_teacher import SelfTeacher as SelfTeacher
+from .self_teacher import StudentTeacher as StudentTeacher
 from .server import ServerTeacher as ServerTeacher
-
-
-class Teacher(Protocol):
-    """Scores what the student wrote. A second kind of teacher is a second class with this method."""
-
-    def score(self, rollout: Rollout) -> Tensor:
-        """(B, T) nats, no gradient: the value at t is log q(ids[t] | what the teacher has seen before t).
-
-        Values off the action mask are ignored. Where the rollout has `teacher_prompts`, the completion is scored after those.
-        """
-        ...

@@ -7,48 +7,38 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 from peft import PeftModel
-from torch import Tensor
+from torch import nn
 from transformers import PreTrainedModel
 
-from ..batch import Rollout
 from ..models import eval_mode
-from .model import score_rollout
+from ..processes import reshard
+from .in_process import InProcessTeacher
 
 
-class AdapterTeacher:
+class AdapterTeacher(InProcessTeacher):
     """Scores with the student's own weights, its adapter switched off or exchanged for another.
 
     Args:
         student: Gives the student as it is now, a PeftModel (a trainer may wrap it later).
         adapter_name: The adapter that makes the base the teacher; None for the bare base.
-        temperature: That of the rollouts.
-        vocab_size: Number of ids the policies range over.
-        batch_size: Sequences in a forward pass.
-        context: Most tokens the model can read; None for any number.
+        scoring: As for `InProcessTeacher`.
     """
 
-    def __init__(
-        self,
-        student: Callable[[], PreTrainedModel | PeftModel],
-        adapter_name: str | None,
-        *,
-        temperature: float,
-        vocab_size: int,
-        batch_size: int,
-        context: int | None = None,
-    ) -> None:
+    def __init__(self, student: Callable[[], PreTrainedModel | PeftModel], adapter_name: str | None, **scoring: Any) -> None:
+        super().__init__(**scoring)
         self.student, self.adapter_name = student, adapter_name
-        self.temperature, self.vocab_size, self.batch_size, self.context = temperature, vocab_size, batch_size, context
 
-    def score(self, rollout: Rollout) -> Tensor:
-        """(B, T) nats; see `Teacher`. The student's adapter, its gradients and its mode are as before, also after an error."""
+    @contextmanager
+    def scoring_model(self) -> Iterator[nn.Module | Any]:
+        """Inside, the student as the teacher; afterwards its adapter, its gradients and its mode are as before."""
         student = cast(PeftModel, self.student())
         with _as_teacher(student, self.adapter_name):
-            return score_rollout(student, rollout, self.temperature, self.vocab_size, self.batch_size, self.context)
+            yield student
 
 
 @contextmanager
 def _as_teacher(student: PeftModel, adapter_name: str | None) -> Iterator[None]:
+    reshard(student)  # weights that a forward pass has gathered are other parameters than those that are trained
     trainable = [parameter for parameter in student.parameters() if parameter.requires_grad]
     active, first = student.active_adapters, cast(str, student.active_adapter)  # several may be active
     try:
@@ -57,6 +47,7 @@ def _as_teacher(student: PeftModel, adapter_name: str | None) -> Iterator[None]:
         with eval_mode(student), student.disable_adapter() if adapter_name is None else nullcontext():
             yield
     finally:
+        reshard(student)
         student.set_adapter(first)
         cast(Any, student.base_model).set_adapter(active)
         student.requires_grad_(False)  # set_adapter and disable_adapter turn on more than was trained

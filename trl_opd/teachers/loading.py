@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 from peft import PeftConfig, PeftModel
 from torch import nn
@@ -12,21 +12,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..checks import check_same_tokens, check_stop_tokens, check_vocab_rows, context_length, policy_vocab_size, warn
 from ..config import OnPolicyDistillationConfig, as_dict
 from ..models import (
-    TEACHER_ADAPTER,
     base_name,
     changed_base,
     check_adapter_kind,
     is_adapter,
+    is_quantized,
     load_adapter,
     load_model,
     load_tokenizer,
+    next_teacher_adapter,
     rewrites_base,
 )
 from ..replica import is_url
 from .adapter import AdapterTeacher
-from .model import ModelTeacher
+from .model import ModelTeacher, OffloadedTeacher
 from .probe import server_teacher
-from .server import ServerTeacher
+from .protocol import Teacher
+from .self_teacher import make_self_teacher
 
 
 def make_teacher(
@@ -37,13 +39,13 @@ def make_teacher(
     prepare: Callable[[nn.Module], nn.Module],
     *,
     may_share_base: bool,
-) -> AdapterTeacher | ModelTeacher | ServerTeacher:
+) -> Teacher:
     """Makes the teacher that `teacher` names.
 
     Args:
-        teacher: "base" (the student without its adapter), an id or path of a model or adapter, or a model. An adapter on the
-            student's own base is put on the student's weights where it can be; any other teacher is a model of its own. Or
-            the URL of a vLLM server, or a list of those of its replicas.
+        teacher: "base" (the student without its adapter), "self" (the student), an id or path of a model or adapter, or a
+            model. An adapter on the student's own base is put on the student's weights where it can be; any other teacher is
+            a model of its own. Or the URL of a vLLM server, or a list of those of its replicas.
         student: Gives the student.
         tokenizer: The student's.
         args: The trainer's settings.
@@ -55,8 +57,9 @@ def make_teacher(
         ValueError: If the teacher cannot score what the student writes.
     """
     urls = server_urls(teacher)
-    if args.teacher_model_init_kwargs and (urls or teacher == "base" or not isinstance(teacher, str)):
-        found = "'base', which is not loaded at all" if teacher == "base" else "loaded already"
+    on_student = isinstance(teacher, str) and teacher in ("base", "self")
+    if args.teacher_model_init_kwargs and (urls or on_student or not isinstance(teacher, str)):
+        found = f"'{teacher}', which is not loaded at all" if on_student else "loaded already"
         found = "on a server, which loads it itself" if urls else found
         raise ValueError(
             f"teacher_model_init_kwargs is {args.teacher_model_init_kwargs}, but the teacher is {found}. Leave it out, or "
@@ -65,23 +68,26 @@ def make_teacher(
     if urls:
         return server_teacher(urls, student(), tokenizer, args)
     teacher = cast(str | PreTrainedModel | PeftModel, teacher)
-    scoring = {
+    scoring: dict[str, Any] = {
         "temperature": args.temperature,
         "vocab_size": policy_vocab_size(tokenizer),
         "batch_size": args.per_device_train_batch_size,
     }
+    if teacher == "self":
+        return make_self_teacher(student, args, context=context_length(student()), **scoring)
     if isinstance(teacher, str) and (teacher == "base" or (may_share_base and _shares_base(teacher, student(), args))):
         name = _put_on_student(teacher, student())
         return AdapterTeacher(student, name, context=context_length(student()), **scoring)
     model = load_teacher(teacher, student(), tokenizer, args)
-    return ModelTeacher(prepare(model), context=context_length(model), **scoring)
-
-
-def teacher_name(teacher: str | list[str] | PreTrainedModel | PeftModel, made: object) -> str:
-    """How the model card is told of the teacher: "base", an id, a path, or a URL with the served name as its fragment."""
-    if isinstance(made, ServerTeacher):
-        return made.name
-    return teacher if isinstance(teacher, str) else base_name(cast(PreTrainedModel | PeftModel, teacher))
+    scoring["context"] = context_length(model)
+    if not args.teacher_offload:
+        return ModelTeacher(prepare(model), **scoring)
+    if is_quantized(model):
+        raise ValueError(
+            "teacher_offload is True, but the teacher is quantised, and its weights cannot be moved to and fro. Leave one of "
+            "the two out."
+        )
+    return OffloadedTeacher(prepare(model.cpu()), args.device, **scoring)
 
 
 def server_urls(teacher: object) -> list[str]:
@@ -164,10 +170,9 @@ def _put_on_student(teacher: str, student: PreTrainedModel | PeftModel) -> str |
                 "does not give the base back. Pass the base's name as teacher_model: it is then loaded a second time."
             )
         return None
-    if TEACHER_ADAPTER in student.peft_config:  # an earlier trainer's
-        student.delete_adapter(TEACHER_ADAPTER)
-    load_adapter(student, teacher, TEACHER_ADAPTER, trainable=False)
-    return TEACHER_ADAPTER
+    name = next_teacher_adapter(student)
+    load_adapter(student, teacher, name, trainable=False)
+    return name
 
 
 def _shares_base(teacher: str, student: PreTrainedModel | PeftModel, args: OnPolicyDistillationConfig) -> bool:

@@ -1,0 +1,86 @@
+"""Two processes that roll out on one server: the first publishes, all wait for it, each asks for its own rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trl_opd import Rollout
+from trl_opd.servers import ServerError
+
+from .fake_vllm import FakeVLLM
+from .helpers import lora, make_dataset, make_model, make_trainer
+from .processes import Processes, launched
+from .test_processes import WAYS, Recording
+
+pytestmark = pytest.mark.dist
+LOAD, UNLOAD, COMPLETIONS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/completions"
+
+
+class Losing(Recording):
+    """Before the rollout of the third step, the second process makes the server forget the adapter."""
+
+    def generate_rollout(self, rows: list[dict[str, Any]]) -> Rollout:
+        engine: Any = self.engine
+        if self.state.global_step == 2 and self.accelerator.process_index == 1:
+            engine.servers.tell_each(UNLOAD, {"lora_name": engine.publisher.version})
+        return super().generate_rollout(rows)
+
+
+def train(folder: str, url: str, cls: type[Recording] = Recording, **more: Any) -> Any:
+    """What each rollout wrote, and the logs."""
+    settings = {"peft_config": lora(), "train_dataset": make_dataset(40), "max_prompt_length": 32, "max_steps": 4}
+    servers = {"rollout_engine": "vllm", "vllm_server_base_url": url, "vllm_server_timeout": 5.0}
+    trainer = make_trainer(Path(folder), cls=cls, **{**settings, **servers, **more})
+    trainer.train()
+    return {"written": trainer.written, "logs": [entry for entry in trainer.state.log_history if "loss" in entry]}
+
+
+def fails(folder: str, url: str) -> str:
+    """The error that a server that takes no adapter ends the run with."""
+    with pytest.raises(ServerError) as raised:
+        train(folder, url)
+    return str(raised.value)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeVLLM]:
+    with FakeVLLM(make_model(0)) as fake:
+        yield fake
+
+
+@WAYS
+def test_two_processes_train_as_one(two: Processes, server: FakeVLLM, tmp_path: Path, how: str) -> None:
+    one = launched("one", train, str(tmp_path / "one"), server.url, per_device_train_batch_size=8)
+    server.requests.clear()
+    results = two.run(how, train, str(tmp_path / "two"), server.url, per_device_train_batch_size=4)
+    for step, whole in enumerate(one["written"]):
+        assert [row for result in results for row in result["written"][step]] == whole
+    for result in results:
+        assert [entry["loss"] for entry in result["logs"]] == pytest.approx([entry["loss"] for entry in one["logs"]], rel=1e-4)
+        assert max(entry["sampler_kl/v2"] for entry in result["logs"]) < 1e-9
+    loaded = [payload["lora_name"] for path, payload in server.requests if path == LOAD]
+    assert len(loaded) == len(set(loaded)) == 4
+    current = ""
+    for path, payload in server.requests:
+        current = payload["lora_name"] if path == LOAD else current
+        assert path != COMPLETIONS or payload["model"] in ("base", current)
+
+
+@WAYS
+def test_a_process_that_did_not_publish_publishes_again(two: Processes, server: FakeVLLM, tmp_path: Path, how: str) -> None:
+    results = two.run(how, train, str(tmp_path), server.url, Losing)
+    assert all(len(result["logs"]) == 4 for result in results)
+    assert all(entry["sampler_kl/v2"] < 1e-9 for result in results for entry in result["logs"])
+    loaded = [payload["lora_name"][-1] for path, payload in server.requests if path == LOAD]
+    assert set(loaded) == {"1", "2", "3", "4"}
+    assert loaded.count("3") > 1
+
+
+def test_an_error_of_the_first_process_ends_all(two: Processes, server: FakeVLLM, tmp_path: Path) -> None:
+    server.faults.errors, server.faults.errors_of = [404], LOAD
+    for message in two.run("ddp", fails, str(tmp_path), server.url):
+        assert "--enable-lora" in message

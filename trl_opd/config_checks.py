@@ -1,0 +1,92 @@
+"""What settings alone tell to be wrong, before any model or dataset is there. `args` is an `OnPolicyDistillationConfig`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .loss import loss_settings
+
+
+def check_values(args: Any) -> None:
+    """Raises ValueError for a value that a setting cannot have."""
+    if not args.temperature > 0:
+        raise ValueError(
+            f"temperature is {args.temperature}, but the policy gradient needs sampled completions: greedy decoding has "
+            "no distribution to train. Use a temperature > 0 (1.0 is the default)."
+        )
+    if not 0 <= args.kl_discount_factor <= 1:
+        raise ValueError(f"kl_discount_factor is {args.kl_discount_factor}; it must lie between 0 and 1.")
+    if args.kl_clip is not None and args.kl_clip <= 0:
+        raise ValueError(f"kl_clip is {args.kl_clip} nats; a bound must be > 0. Leave it out for no bound.")
+    if not args.vllm_server_timeout > 0:
+        raise ValueError(f"vllm_server_timeout is {args.vllm_server_timeout} s; it must be > 0 (240 is the default).")
+    counts = ("num_generations", "max_completion_length", "num_substeps", "teacher_sync_steps")
+    for name in (*counts, "max_prompt_length", "per_device_rollout_batch_size"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1.")
+    choosing = ("long_prompts", "kl_logps", "loss_reduction", "scale_rewards", "stopping_strategy", "rollout_engine")
+    for name in choosing:
+        choices = args.__dataclass_fields__[name].metadata["choices"]
+        if getattr(args, name) not in choices:
+            raise ValueError(f"{name} is '{getattr(args, name)}'; it must be one of {', '.join(choices)}.")
+    if (args.rollout_engine == "vllm") != bool(args.vllm_server_base_url):
+        raise ValueError(
+            f"rollout_engine is '{args.rollout_engine}' and vllm_server_base_url is {args.vllm_server_base_url}: servers "
+            "are for rollout_engine='vllm', which needs at least one. Set both or neither."
+        )
+    loss_settings(args.loss_fn, args.loss_fn_config)
+    if args.train_sampling_strategy not in ("random", "sequential"):
+        raise ValueError(
+            f"train_sampling_strategy is '{args.train_sampling_strategy}', which orders rows by a length they do not have "
+            "before the rollout. Use 'random' or 'sequential'."
+        )
+
+
+def check_teacher_settings(args: Any) -> None:
+    """Raises ValueError for settings of teachers and datasets that make no sense."""
+    if args.teacher_ema is not None and not 0 < args.teacher_ema < 1:
+        raise ValueError(
+            f"teacher_ema is {args.teacher_ema}; it is what the teacher keeps of itself in an update and must lie between 0 "
+            "and 1, as 0.99. For a plain copy leave it out and set teacher_sync_steps."
+        )
+    template = args.teacher_chat_template
+    if template is not None and "{" not in template and not Path(template).is_file():
+        raise ValueError(
+            f"teacher_chat_template is {template!r}, which is neither Jinja text nor a file. Pass the template itself, or the "
+            "path of a file that holds it."
+        )
+    for name, number in (args.prompts_per_step or {}).items():
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"prompts_per_step['{name}'] is {number!r}; it must be a whole number, at least 1.")
+
+
+def check_unsupported(args: Any) -> None:
+    """Raises ValueError for settings of `TrainingArguments` that would be ignored, or would make the figures wrong."""
+    reasons = {
+        "neftune_noise_alpha": "noise in training only makes the current policy another than the one that sampled",
+        "label_smoothing_factor": "there are no labels to smooth",
+        "auto_find_batch_size": "a smaller batch would cut groups and drop the rollout in hand",
+        "bf16_full_eval": "evaluation samples from the weights as they are trained",
+        "fp16_full_eval": "evaluation samples from the weights as they are trained",
+    }
+    for name, reason in reasons.items():
+        if getattr(args, name):
+            raise ValueError(f"{name} is {getattr(args, name)}, but {reason}. Leave it out.")
+
+
+def check_batch(args: Any) -> None:
+    """Raises ValueError if an optimizer step is not whole groups of completions."""
+    if args.dataloader_drop_last and args.per_device_train_batch_size % args.num_generations:
+        raise ValueError(
+            f"dataloader_drop_last would drop part of a group: num_generations {args.num_generations} does not divide "
+            f"per_device_train_batch_size {args.per_device_train_batch_size}. Change one of the three."
+        )
+    if args.step_batch_size % args.num_generations:
+        raise ValueError(
+            f"An optimizer step has {args.per_device_train_batch_size} x {args.gradient_accumulation_steps} = "
+            f"{args.step_batch_size} completions on each device (per_device_train_batch_size x "
+            "gradient_accumulation_steps), which cannot be divided into groups of num_generations = "
+            f"{args.num_generations}. Change one of the three."
+        )
