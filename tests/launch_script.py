@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,10 @@ def main() -> None:
         }
         print(f"RESULT {json.dumps(result)}", flush=True)
     trainer.accelerator.end_training()  # a process that ends with its group open sometimes aborts, and so fails the launch
+    sys.stdout.flush()
+    os._exit(
+        0
+    )  # seldom it aborts all the same, where torch takes its threads down ("terminate called without an active exception")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from peft import get_peft_model
 
-from trl_opd.replica import parse_url
+from trl_opd.replica import Failed, Replica, http_client, parse_url
 from trl_opd.servers import BadAnswer, RequestRefused, ServerError, Servers
 
 from .fake_vllm import FakeVLLM
@@ -169,12 +169,16 @@ def test_the_last_error_says_what_was_asked_of_whom_and_for_how_long(server: Fak
 
 
 def test_the_other_requests_are_given_up_after_an_error(server: FakeVLLM) -> None:
-    server.faults.seconds = 0.05
-    requests = [request(model="nobody"), *(request(n) for n in range(12))]
+    def read(number: int, answer: dict[str, Any]) -> int:
+        raise BadAnswer("never good")  # so that it is tried again and again
+
+    requests = [request(), request(model="nobody"), *(request(n) for n in range(12))]
     with pytest.raises(RequestRefused):
-        Servers([server.url], timeout=5, concurrency=2).ask_all(PATH, requests, lambda n, answer: n)
-    time.sleep(0.2)
-    assert asked(server) <= 4
+        Servers([server.url], timeout=5, concurrency=2).ask_all(PATH, requests, read)
+    time.sleep(0.1)  # what is under way
+    before = asked(server)
+    time.sleep(0.5)
+    assert asked(server) == before <= 4
 
 
 def test_a_server_that_hangs_does_not_hold_up_for_ever(server: FakeVLLM) -> None:
@@ -199,6 +203,16 @@ def test_a_server_that_is_killed_and_restarted_is_used_again(server: FakeVLLM, c
     assert all(not timer.is_alive() for timer in timers)
     told = [record.getMessage() for record in caplog.records if record.name == "trl_opd.replica"]
     assert len(told) == 2 and told[1] == f"{server.url} answers again."
+
+
+def test_an_answer_from_before_a_failure_does_not_say_that_the_server_is_back() -> None:
+    replica = Replica("http://host", http_client(1.0, 1), threading.Lock())
+    with replica.under_way(), pytest.raises(Failed), replica.under_way():
+        raise Failed("no connection")
+    assert replica.failures == 1
+    with replica.under_way():
+        pass
+    assert replica.failures == 0
 
 
 def test_a_server_that_is_still_starting_is_waited_for() -> None:
@@ -275,8 +289,8 @@ def test_one_of_two_replicas_dies_and_comes_back(server: FakeVLLM, other: FakeVL
 
 
 def test_a_replica_that_hangs_is_left_for_another(server: FakeVLLM, other: FakeVLLM) -> None:
-    server.faults.seconds = 3
-    ask_all(Servers([server.url, other.url], timeout=1, concurrency=2), number=4)
+    server.faults.seconds = 9
+    ask_all(Servers([server.url, other.url], timeout=3, concurrency=2), number=4)
     assert asked(other) == 4
 
 

@@ -20,7 +20,7 @@ Answer = dict[str, Any]
 
 API_KEY = "VLLM_API_KEY"
 """Environment variable of the key that servers started with `--api-key` ask for."""
-FIRST_WAIT, LONGEST_WAIT = 0.25, 10.0
+FIRST_WAIT, LONGEST_WAIT = 0.1, 10.0
 """Seconds until a failed request is tried again; the wait doubles with each failure."""
 CONNECT_SECONDS = 10.0
 
