@@ -87,8 +87,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         max_position_embeddings=64,
         initializer_range=0.06,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.get_vocab()["<eos>"],
+        pad_token_id=tokenizer.get_vocab()["<pad>"],
     )
     return LlamaForCausalLM(config)
 
@@ -136,7 +136,7 @@ def prompts(count: int, seed: int) -> Dataset:
 
 def solved(trainer: OnPolicyDistillationTrainer, model: Any = None) -> dict[str, float]:
     """Share of held-out problems that are solved, by a sampled conversation, and share of those with a call."""
-    rows = prompts(256, seed=10**6)
+    rows = prompts(256, seed=10**6).to_list()
     ids = [trainer.prompt_encoder.encode(row) for row in rows]
     done = trainer.engine.generate(model or trainer.student(), ids, list(range(len(ids))))
     uses = [completion.tool_use for completion in done]

@@ -163,11 +163,11 @@ def test_trainer_constructor() -> None:
 
 
 def test_trainer_takes_what_trls_takes() -> None:
-    """Same names, same order, same defaults up to peft_config, so that a user swaps the class."""
+    """Same names, same order, same defaults up to tools, so that a user swaps the class."""
     theirs = parameters(trl.DistillationTrainer.__init__)  # type: ignore[reportPrivateImportUsage]
     ours = parameters(OnPolicyDistillationTrainer.__init__)
     shared = [parameter for parameter in theirs if parameter[0] in {name for name, *_ in ours}]
-    assert [name for name, *_ in shared][-1] == "peft_config"
+    assert [name for name, *_ in shared][-1] == "tools"
     assert ours[: len(shared)] == shared == theirs[: len(shared)]
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from trl_opd.batch import Completion, Rollout
+from trl_opd.config import as_dict
 from trl_opd.teacher_prompts import TeacherPromptEncoder
 from trl_opd.teachers import ModelTeacher
 
@@ -31,7 +32,8 @@ def system(text: str) -> dict[str, str]:
 
 
 def encoder(folder: Path, *, chat: bool = True, **settings: Any) -> TeacherPromptEncoder:
-    return TeacherPromptEncoder(make_tokenizer(chat=chat), make_config(folder, **settings))
+    config = make_config(folder, **settings)
+    return TeacherPromptEncoder(make_tokenizer(chat=chat), config, as_dict(config.chat_template_kwargs))
 
 
 # ---- What it reads

@@ -271,6 +271,12 @@ def test_the_student_is_told_of_the_tools(tmp_path: Path) -> None:
     assert TOKENIZER.decode(prompt) == "double;<u>3 ?<eos> <a>"
 
 
+def test_a_teacher_with_a_template_of_its_own_is_told_of_them_too(tmp_path: Path) -> None:
+    trainer = tool_trainer(tmp_path, teacher_chat_template="{% for tool in tools %}{{ tool.function.name }}{% endfor %}?<a>")
+    prompt = trainer.teacher_prompts.encode_row({"prompt": [{"role": "user", "content": "3 ?"}]})
+    assert TOKENIZER.decode(prompt) == "double?<a>"
+
+
 def test_tools_need_conversations(tmp_path: Path) -> None:
     data = datasets.Dataset.from_dict({"prompt": ["3 ?"] * 8})
     with pytest.raises(ValueError, match="Make it a conversation"):

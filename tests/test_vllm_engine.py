@@ -172,9 +172,9 @@ def test_answers_that_are_no_completions_as_asked_for(tmp_path: Path, changes: d
     publisher = AdapterPublisher(servers, tmp_path)
     numbers = {"stop_ids": [1], "vocab_size": 43, "num_rows": 43, "probe_ids": [5, 6]}
     engine = VLLMEngine(make_config(tmp_path), servers, publisher, base="base", **numbers)
-    assert engine._completion([9], {"choices": [GOOD]}) == Completion([5, 6, 1], [-0.5, -1.0, -1.5], stopped=True)
+    assert engine._completion([9], 8, {"choices": [GOOD]}) == Completion([5, 6, 1], [-0.5, -1.0, -1.5], stopped=True)
     with pytest.raises(BadAnswer, match=told):
-        engine._completion([9], {"choices": [{**GOOD, **changes}]})
+        engine._completion([9], 8, {"choices": [{**GOOD, **changes}]})
 
 
 # ---- What is published

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .config import OnPolicyDistillationConfig, as_dict
+from .config import OnPolicyDistillationConfig
 from .prompts import PromptEncoder
 
 COLUMN = "teacher_prompt"
@@ -22,10 +22,13 @@ class TeacherPromptEncoder(PromptEncoder):
     Args:
         tokenizer: The student's: teachers read the same ids.
         args: The trainer's settings.
+        template_kwargs: Extra arguments of the chat template, tools among them.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, args: OnPolicyDistillationConfig) -> None:
-        super().__init__(tokenizer, as_dict(args.chat_template_kwargs), 2**31, _template(args.teacher_chat_template))
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, args: OnPolicyDistillationConfig, template_kwargs: dict[str, Any]
+    ) -> None:
+        super().__init__(tokenizer, template_kwargs, 2**31, _template(args.teacher_chat_template))
         self.system_prompt = args.teacher_system_prompt
         self.has_own = args.teacher_chat_template is not None or args.teacher_system_prompt is not None
 

@@ -78,9 +78,9 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         optimizers: As for `Trainer`.
         quantization_config: Loads a student given by name quantised (QLoRA, together with `peft_config`).
         peft_config: Adapter to train in place of the student's weights.
+        tools: Functions the student may call, as in TRL; what they return is read by both, and not trained on.
         reward_funcs: TRL's signature, `f(prompts, completions, **columns) -> list[float | None]`; mixed into the advantage.
         evaluators: Called with the trainer at each evaluation; the figures they return are logged as `eval_<name>`.
-        tools: Functions the student may call, as in TRL; what they return is read by both, and not trained on.
         rollout_func: Your own loop in place of sampling: `f(prompts, trainer) -> dict`, see docs/rollouts.md.
 
     Raises:
@@ -99,9 +99,9 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         optimizers: tuple[torch.optim.Optimizer | None, LambdaLR | None] = (None, None),
         quantization_config: QuantizationConfigMixin | None = None,
         peft_config: PeftConfig | None = None,
+        tools: list[Tool] | None = None,
         reward_funcs: RewardFunc | list[RewardFunc] | None = None,
         evaluators: list[Evaluator] | None = None,
-        tools: list[Tool] | None = None,
         rollout_func: RolloutFunc | None = None,
     ) -> None:
         args = args or OnPolicyDistillationConfig()
@@ -120,7 +120,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         tool_template = make_tool_template(tools, rollout_func, tokenizer, self.stop_ids, template_kwargs)
         template_kwargs = template_kwargs if tool_template is None else tool_template.kwargs
         self.prompt_encoder = PromptEncoder(tokenizer, template_kwargs, checks.prompt_limit(model, args))
-        self.teacher_prompts = TeacherPromptEncoder(tokenizer, args)
+        self.teacher_prompts = TeacherPromptEncoder(tokenizer, args, template_kwargs)
         self.reward_funcs = [reward_funcs] if callable(reward_funcs) else list(reward_funcs or [])
         self.reward_weights = checks.reward_weights(args, len(self.reward_funcs))
         self.evaluators = list(evaluators or [])
