@@ -79,7 +79,7 @@ class DistillationLoop(SavingTrainer):
         raise NotImplementedError
 
     def student_logps(self, sequences: Rollout | ScoredBatch) -> Tensor:
-        """(B, T) log-probs under the student as it is now, without gradient."""
+        """(B, T) log-probs of the action tokens under the student as it is now, without gradient; 0 elsewhere."""
         raise NotImplementedError
 
     # ---- Batches
