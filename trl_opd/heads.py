@@ -73,7 +73,7 @@ def score_logits(logits_NV: Tensor, ids_N: Tensor, policy: Policy, *, entropy: b
     entropy_N = torch.zeros_like(lse_N, requires_grad=False)
     if entropy:
         with torch.no_grad():
-            for rows in _chunks(*logits_NV.shape):
+            for rows in _chunks(*logits_NV.shape, CHUNK_ELEMENTS):
                 logps_CV = logits_NV[rows] - lse_N[rows, None]
                 # exp(-inf) * -inf is NaN where a logit is -inf; such a token adds nothing
                 entropy_N[rows] = -_row_dots(logps_CV.exp(), logps_CV.clamp_(min=torch.finfo(logps_CV.dtype).min))
@@ -81,7 +81,13 @@ def score_logits(logits_NV: Tensor, ids_N: Tensor, policy: Policy, *, entropy: b
 
 
 def score_hidden(
-    hidden_NH: Tensor, ids_N: Tensor, head: Callable[[Tensor], Tensor], policy: Policy, *, entropy: bool
+    hidden_NH: Tensor,
+    ids_N: Tensor,
+    head: Callable[[Tensor], Tensor],
+    policy: Policy,
+    *,
+    entropy: bool,
+    chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
     """`score_logits` of `head(hidden_NH)`, which is computed chunk by chunk, and again in the backward pass.
 
@@ -91,6 +97,7 @@ def score_hidden(
         head: Any function of hidden states row by row, with parameters or not.
         policy: What its output stands for.
         entropy: Whether to compute it.
+        chunk_elements: Logits that may exist at once.
     """
 
     def score(hidden_CH: Tensor, ids_C: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +106,9 @@ def score_hidden(
     with torch.no_grad():
         num_rows = head(hidden_NH[:0]).shape[-1]
     parts: list[Any] = []
-    for rows in _chunks(len(ids_N), num_rows, at_least_one=True):  # so that no parameter of the head is left without gradient
+    for rows in _chunks(
+        len(ids_N), num_rows, chunk_elements, at_least_one=True
+    ):  # so that no parameter of the head is left without gradient
         inputs = hidden_NH[rows], ids_N[rows]
         parts.append(checkpoint(score, *inputs, use_reentrant=False) if torch.is_grad_enabled() else score(*inputs))
     logps, entropies = zip(*parts, strict=True)
@@ -107,13 +116,29 @@ def score_hidden(
 
 
 def score_linear(
-    hidden_NH: Tensor, ids_N: Tensor, weight_VH: Tensor, bias_V: Tensor | None, policy: Policy, *, entropy: bool
+    hidden_NH: Tensor,
+    ids_N: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    policy: Policy,
+    *,
+    entropy: bool,
+    chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
     """`score_logits` of a linear head, in chunks, without autograd's help: less memory and time than `score_hidden`."""
     own = (hidden_NH, weight_VH, *([] if bias_V is None else [bias_V]))
     differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in own)
-    logps_N, entropy_N = _LinearLogps.apply(hidden_NH, weight_VH, bias_V, ids_N, policy, entropy, differentiable)
+    settings = _Settings(policy, entropy, differentiable, chunk_elements)
+    logps_N, entropy_N = _LinearLogps.apply(hidden_NH, weight_VH, bias_V, ids_N, settings)
     return logps_N, entropy_N
+
+
+@dataclass(frozen=True)
+class _Settings:
+    policy: Policy
+    entropy: bool
+    differentiable: bool
+    chunk_elements: int
 
 
 class _LinearLogps(torch.autograd.Function):
@@ -126,16 +151,15 @@ class _LinearLogps(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         ids_N: Tensor,
-        policy: Policy,
-        entropy: bool,
-        differentiable: bool,
+        settings: _Settings,
     ) -> tuple[Tensor, Tensor]:
-        trained = differentiable and any(ctx.needs_input_grad[1:3])
+        policy = settings.policy
+        trained = settings.differentiable and any(ctx.needs_input_grad[1:3])
         head = _Head.computing(weight_VH, bias_V, policy, _compute_dtype(weight_VH))
         logps_N, lse_N, entropy_N = (hidden_NH.new_zeros(len(ids_N), dtype=head.precise) for _ in range(3))
-        slopes_NH = torch.empty_like(hidden_NH) if differentiable and not trained else None
+        slopes_NH = torch.empty_like(hidden_NH) if settings.differentiable and not trained else None
         with head.as_written(hidden_NH):
-            for rows in _chunks(len(ids_N), len(head.weight)):
+            for rows in _chunks(len(ids_N), len(head.weight), settings.chunk_elements):
                 logits_CV, slope = head.logits(hidden_NH[rows])
                 largest_C1 = logits_CV.amax(dim=-1, keepdim=True)
                 chosen_C = logits_CV.gather(-1, ids_N[rows, None]).squeeze(-1)
@@ -143,14 +167,14 @@ class _LinearLogps(torch.autograd.Function):
                 sums_C = probs_CV.sum(dim=-1)
                 lse_N[rows] = largest_C1.squeeze(-1) + sums_C.log()
                 logps_N[rows] = chosen_C - lse_N[rows]
-                if entropy:
+                if settings.entropy:
                     logits_CV.clamp_(min=torch.finfo(logits_CV.dtype).min)  # as in `score_logits`
                     entropy_N[rows] = sums_C.log() - _row_dots(probs_CV, logits_CV) / sums_C
                 del logits_CV
                 if slopes_NH is not None:
                     slopes_CV = _slopes_(probs_CV.div_(sums_C[:, None]), ids_N[rows], slope)
                     slopes_NH[rows] = (slopes_CV.to(head.weight.dtype) @ head.weight).to(hidden_NH.dtype)
-        ctx.policy, ctx.compute_dtype, ctx.trained = policy, head.weight.dtype, trained
+        ctx.settings, ctx.compute_dtype, ctx.trained = settings, head.weight.dtype, trained
         if trained:
             ctx.save_for_backward(hidden_NH, weight_VH, bias_V, ids_N, lse_N)
         else:
@@ -163,16 +187,17 @@ class _LinearLogps(torch.autograd.Function):
     def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.trained:
             (slopes_NH,) = ctx.saved_tensors
-            return (slopes_NH * grad_N[:, None]).to(slopes_NH.dtype), *[None] * 6
+            return (slopes_NH * grad_N[:, None]).to(slopes_NH.dtype), *[None] * 4
         hidden_NH, weight_VH, bias_V, ids_N, lse_N = ctx.saved_tensors
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
-        head = _Head.computing(weight_VH, bias_V, ctx.policy, ctx.compute_dtype)
+        settings = ctx.settings
+        head = _Head.computing(weight_VH, bias_V, settings.policy, ctx.compute_dtype)
         hidden_grad = torch.empty_like(hidden_NH) if for_hidden else None
         weight_grad = torch.zeros_like(weight_VH, dtype=head.precise) if for_weight else None
         bias_grad = torch.zeros_like(bias_V, dtype=head.precise) if for_bias else None
         size = len(head.weight)
         with head.as_written(hidden_NH):
-            for rows in _chunks(len(ids_N), size):
+            for rows in _chunks(len(ids_N), size, settings.chunk_elements):
                 logits_CV, slope = head.logits(hidden_NH[rows])
                 probs_CV = logits_CV.sub_(lse_N[rows, None]).exp_()
                 slopes_CV = _slopes_(probs_CV, ids_N[rows], slope).mul_(grad_N[rows, None])
@@ -187,7 +212,7 @@ class _LinearLogps(torch.autograd.Function):
             None if grad is None else grad.to(tensor.dtype)
             for grad, tensor in zip((hidden_grad, weight_grad, bias_grad), (hidden_NH, weight_VH, bias_V), strict=True)
         ]
-        return *grads, *[None] * 4
+        return *grads, *[None] * 2
 
 
 @dataclass(frozen=True)
@@ -245,8 +270,8 @@ def _compute_dtype(weight: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if autocast else weight.dtype
 
 
-def _chunks(num_tokens: int, num_rows: int, *, at_least_one: bool = False) -> Iterator[slice]:
-    size = max(1, CHUNK_ELEMENTS // max(1, num_rows))
+def _chunks(num_tokens: int, num_rows: int, elements: int, *, at_least_one: bool = False) -> Iterator[slice]:
+    size = max(1, elements // max(1, num_rows))
     for start in range(0, max(num_tokens, at_least_one), size):
         yield slice(start, start + size)
 

@@ -111,26 +111,23 @@ def _probe(model: nn.Module, config: PreTrainedConfig, head: nn.Module | None, i
     if head is None:
         return None, "does not name its head (get_output_embeddings)"
     own_forward = head.forward
-    seen: list[Tensor] = []
+    returned: list[Tensor] = []
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        if len(args) != 1 or kwargs:
-            seen.clear()
-        seen.append(own_forward(*args, **kwargs))
-        return seen[-1].clone()
+        logits = own_forward(*args, **kwargs)
+        # wide enough to tell a cap from none, whatever the weights are
+        returned.append(torch.linspace(-100, 100, logits.numel(), device=logits.device).view_as(logits).to(logits.dtype))
+        return returned[-1].clone()
 
     with _forward_of(head, forward), eval_mode(model):
         logits_1LV = model(input_ids=ids_1L, attention_mask=torch.ones_like(ids_1L), use_cache=False).logits
-    if len(seen) != 1 or not isinstance(seen[0], Tensor) or seen[0].shape != logits_1LV.shape:
-        return None, f"does not call its head once on all hidden states (it called it {len(seen)} times)"
-    eps = max(torch.finfo(tensor.dtype).eps for tensor in (seen[0], logits_1LV))
-    wrong, rule = min(
-        ((float((rule(seen[0]) - logits_1LV).abs().max()), rule) for rule in _candidates(config)), key=lambda pair: pair[0]
-    )
-    known = wrong <= 4 * eps * float(logits_1LV.abs().max())
-    return (
-        (rule, "") if known else (None, "does more to its logits than to scale or cap them by a number of its configuration")
-    )
+    if len(returned) != 1 or returned[0].shape != logits_1LV.shape or returned[0].shape[:2] != ids_1L.shape:
+        return None, f"does not call its head once on all hidden states, but {len(returned)} times"
+    eps = max(torch.finfo(tensor.dtype).eps for tensor in (returned[0], logits_1LV))
+    errors = [(float((rule(returned[0]) - logits_1LV).abs().max()), rule) for rule in _candidates(config)]
+    error, rule = min(errors, key=lambda pair: pair[0])
+    known = error <= 4 * eps * float(logits_1LV.abs().max())
+    return (rule, "") if known else (None, "does more to its logits than to scale or cap them by numbers of its configuration")
 
 
 def _candidates(config: PreTrainedConfig) -> Iterator[LogitRule]:
