@@ -70,7 +70,7 @@ def score_logits(logits_NV: Tensor, ids_N: Tensor, policy: Policy, *, entropy: b
     logits_NV = policy.logits(logits_NV)
     lse_N = logits_NV.logsumexp(dim=-1)
     logps_N = logits_NV.gather(-1, ids_N[:, None]).squeeze(-1) - lse_N
-    entropy_N = torch.zeros_like(lse_N, requires_grad=False)
+    entropy_N = torch.zeros_like(lse_N.detach())
     if entropy:
         with torch.no_grad():
             for rows in _chunks(*logits_NV.shape, CHUNK_ELEMENTS):
