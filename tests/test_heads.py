@@ -93,7 +93,8 @@ def test_gradcheck(rule: str, trained: bool) -> None:
     def logps(*tensors: Tensor) -> Tensor:
         return score_linear(tensors[0], ids, tensors[1], tensors[2], policy, entropy=False, chunk_elements=2 * V)[0]
 
-    assert torch.autograd.gradcheck(logps, (hidden, weight, bias))
+    # a second backward pass computes again what the first has used up: to rounding the same
+    assert torch.autograd.gradcheck(logps, (hidden, weight, bias), nondet_tol=1e-12)
 
 
 @pytest.mark.parametrize("elements", CHUNKS.values(), ids=CHUNKS)

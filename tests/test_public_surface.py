@@ -128,6 +128,7 @@ def test_token_logps() -> None:
         ("attention_mask", "required", False),
         ("temperature", 1.0, True),
         ("vocab_size", None, True),
+        ("wanted_mask", None, True),
     ]
 
 

@@ -4,8 +4,8 @@ Shapes: N tokens to score, H hidden, V rows of the head, C tokens of a chunk.
 
 How this differs from the usual chunked loss:
 1. A frozen head, as under LoRA, is multiplied twice in all: the chunk of logits that gives a log-prob also gives its gradient
-   in the hidden state, which is kept, as large as the hidden states. A trained head computes each chunk again in the
-   backward pass and adds to one gradient of its weights in fp32.
+   in the hidden state, which is kept, as large as the hidden states. A trained head computes each chunk but the
+   first again in the backward pass and adds to one gradient of its weights in fp32.
 2. Logits are rounded as the model would round them (the head's precision, or that of autocast) and are fp32 from there on;
    float64 stays float64. TRL's `ChunkedLogProbFunction`, which also knows caps and scales and gives entropies on a CPU, holds
    all in fp32 and multiplies by the head three times where two are enough; `benchmarks/heads.py` has it beside this.
@@ -158,6 +158,7 @@ class _LinearLogps(torch.autograd.Function):
         head = _Head.computing(weight_VH, bias_V, policy, _compute_dtype(weight_VH))
         logps_N, lse_N, entropy_N = (hidden_NH.new_zeros(len(ids_N), dtype=head.precise) for _ in range(3))
         slopes_NH = torch.empty_like(hidden_NH) if settings.differentiable and not trained else None
+        kept: list[tuple[Tensor, float]] = []  # the first chunk's, one less to compute again
         with head.as_written(hidden_NH):
             for rows in _chunks(len(ids_N), len(head.weight), settings.chunk_elements):
                 logits_CV, slope = head.logits(hidden_NH[rows])
@@ -171,10 +172,12 @@ class _LinearLogps(torch.autograd.Function):
                     logits_CV.clamp_(min=torch.finfo(logits_CV.dtype).min)  # as in `score_logits`
                     entropy_N[rows] = sums_C.log() - _row_dots(probs_CV, logits_CV) / sums_C
                 del logits_CV
+                if trained and rows.start == 0 and not isinstance(slope, Tensor):
+                    kept.append((probs_CV.div_(sums_C[:, None]), slope))
                 if slopes_NH is not None:
                     slopes_CV = _slopes_(probs_CV.div_(sums_C[:, None]), ids_N[rows], slope)
                     slopes_NH[rows] = (slopes_CV.to(head.weight.dtype) @ head.weight).to(hidden_NH.dtype)
-        ctx.settings, ctx.compute_dtype, ctx.trained = settings, head.weight.dtype, trained
+        ctx.settings, ctx.compute_dtype, ctx.trained, ctx.kept = settings, head.weight.dtype, trained, kept
         if trained:
             ctx.save_for_backward(hidden_NH, weight_VH, bias_V, ids_N, lse_N)
         else:
@@ -198,8 +201,12 @@ class _LinearLogps(torch.autograd.Function):
         size = len(head.weight)
         with head.as_written(hidden_NH):
             for rows in _chunks(len(ids_N), size, settings.chunk_elements):
-                logits_CV, slope = head.logits(hidden_NH[rows])
-                probs_CV = logits_CV.sub_(lse_N[rows, None]).exp_()
+                if rows.start == 0 and ctx.kept:
+                    probs_CV, slope = ctx.kept.pop()  # to be overwritten: another backward pass computes it again
+                else:
+                    logits_CV, slope = head.logits(hidden_NH[rows])
+                    probs_CV = logits_CV.sub_(lse_N[rows, None]).exp_()
+                    del logits_CV
                 slopes_CV = _slopes_(probs_CV, ids_N[rows], slope).mul_(grad_N[rows, None])
                 if bias_grad is not None:
                     bias_grad[:size] += slopes_CV.sum(dim=0)
@@ -208,6 +215,7 @@ class _LinearLogps(torch.autograd.Function):
                     hidden_grad[rows] = (rounded_CV @ head.weight).to(hidden_NH.dtype)
                 if weight_grad is not None:
                     _add_product_(weight_grad[:size], slopes_CV, rounded_CV, hidden_NH[rows].to(head.weight.dtype))
+                del probs_CV, slopes_CV, rounded_CV  # before the next chunk is made
         grads = [
             None if grad is None else grad.to(tensor.dtype)
             for grad, tensor in zip((hidden_grad, weight_grad, bias_grad), (hidden_NH, weight_VH, bias_V), strict=True)
