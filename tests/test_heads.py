@@ -343,6 +343,10 @@ def with_hook(hook: Callable[..., Any]) -> PreTrainedModel:
 
 UNKNOWN: dict[str, tuple[Callable[[], Any], str]] = {
     "shifted logits": (lambda: with_hook(lambda module, args, logits: logits + torch.arange(43) / 10), "does more to its"),
+    "ruled out tokens": (
+        lambda: with_hook(lambda module, args, logits: logits.index_fill(-1, torch.tensor([0]), -math.inf)),
+        "does more to its",
+    ),
     "called twice": (lambda: with_hook(lambda module, args, logits: module.forward(args[0]) + logits), "but 2 times"),
     "compiled": (lambda: torch.compile(make_model(), backend="eager"), "is compiled as a whole"),
 }
@@ -392,7 +396,9 @@ def test_dispatch_mode_sees_whole_logits() -> None:
 @pytest.mark.parametrize("kind", ["model", "base"])
 def test_student_and_teacher_are_scored_at_the_completions_only(tmp_path: Path, kind: str) -> None:
     """A prompt has no values, whichever the teacher reads; each completion token has one of each."""
-    settings = {"teacher_model": make_model(1)} if kind == "model" else {"teacher_model": "base", "peft_config": lora()}
+    settings: dict[str, Any] = {"teacher_model": make_model(1)}
+    if kind == "base":
+        settings = {"teacher_model": "base", "peft_config": lora(init_lora_weights=False)}
     trainer = make_trainer(tmp_path, **settings)
     rows = [{"prompt": "12+3=", "teacher_prompt": "a longer one 12+3="}, {"prompt": "1+1=", "teacher_prompt": "1"}]
     for given in (rows, [{"prompt": row["prompt"]} for row in rows]):

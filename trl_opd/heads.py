@@ -73,7 +73,7 @@ def score_logits(logits_NV: Tensor, ids_N: Tensor, policy: Policy, *, entropy: b
     entropy_N = torch.zeros_like(lse_N.detach())
     if entropy:
         with torch.no_grad():
-            for rows in _chunks(*logits_NV.shape, CHUNK_ELEMENTS):
+            for rows in _chunks(len(ids_N), logits_NV.shape[-1], CHUNK_ELEMENTS):
                 logps_CV = logits_NV[rows] - lse_N[rows, None]
                 # exp(-inf) * -inf is NaN where a logit is -inf; such a token adds nothing
                 entropy_N[rows] = -_row_dots(logps_CV.exp(), logps_CV.clamp_(min=torch.finfo(logps_CV.dtype).min))

@@ -9,6 +9,7 @@ Shapes: B sequences, L tokens, N tokens to score, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -126,7 +127,7 @@ def _probe(model: nn.Module, config: PreTrainedConfig, head: nn.Module | None, i
     eps = max(torch.finfo(tensor.dtype).eps for tensor in (returned[0], logits_1LV))
     errors = [(float((rule(returned[0]) - logits_1LV).abs().max()), rule) for rule in _candidates(config)]
     error, rule = min(errors, key=lambda pair: pair[0])
-    known = error <= 4 * eps * float(logits_1LV.abs().max())
+    known = error <= 4 * eps * float(logits_1LV.abs().max()) < math.inf
     return (rule, "") if known else (None, "does more to its logits than to scale or cap them by numbers of its configuration")
 
 

@@ -162,14 +162,9 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         """
         batch = inputs if isinstance(inputs, ScoredBatch) else self.scored_batch(inputs)
 
-        logps_BT, entropy_BT = score_tokens(
-            model,
-            batch.ids_BT,
-            batch.attention_mask_BT,
-            batch.mask_BT,
-            temperature=self.args.temperature,
-            vocab_size=self.vocab_size,
-        )
+        tokens = batch.ids_BT, batch.attention_mask_BT, batch.mask_BT
+        settings = {"temperature": self.args.temperature, "vocab_size": self.vocab_size}
+        logps_BT, entropy_BT = score_tokens(model, *tokens, **settings)
         if self.state.global_step == 0 and not self._engine_checked:
             checks.check_engine_agrees(logps_BT, batch)
             self._engine_checked = True
