@@ -394,6 +394,7 @@ def test_figures_do_not_depend_on_how_a_step_is_split(tmp_path: Path) -> None:
             assert one == pytest.approx(two, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*does more to its logits")
 def test_all_completions_masked(tmp_path: Path) -> None:
     """Nothing to train on or to average: zero loss, unchanged weights, finite figures; a mean over no token is left out."""
     one = make_trainer(
@@ -456,6 +457,7 @@ def never_stops() -> Any:
     return model
 
 
+@pytest.mark.filterwarnings("ignore:.*does more to its logits")
 def test_a_teacher_that_rules_tokens_out_makes_no_nan(tmp_path: Path) -> None:
     """With kl_clip its -inf is a finite penalty; teacher_kl itself is infinite, and says so."""
     teacher = make_model(1)

@@ -140,6 +140,7 @@ def test_token_logps() -> None:
         ("attention_mask", "required", False),
         ("temperature", 1.0, True),
         ("vocab_size", None, True),
+        ("wanted_mask", None, True),
     ]
 
 
@@ -155,9 +156,9 @@ def test_trainer_constructor() -> None:
         ("optimizers", (None, None), False),
         ("quantization_config", None, False),
         ("peft_config", None, False),
+        ("tools", None, False),
         ("reward_funcs", None, False),
         ("evaluators", None, False),
-        ("tools", None, False),
         ("rollout_func", None, False),
     ]
 

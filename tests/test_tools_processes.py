@@ -17,7 +17,7 @@ from .helpers import make_model, make_trainer
 from .processes import Processes, launched
 from .tool_chat import OwnWeights, double, make_tool_tokenizer
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.filterwarnings("ignore:.*(guessing|were cut)")]  # random models
 CALL = "<call>double x=3</call><eos>"
 
 

@@ -99,12 +99,13 @@ class DistillationLoop(SavingTrainer):
         raise NotImplementedError
 
     def student_logps(self, sequences: Rollout | ScoredBatch) -> Tensor:
-        """(B, T) log-probs under the student as it is now, without gradient."""
+        """(B, T) log-probs of the action tokens under the student as it is now, without gradient; 0 elsewhere."""
         with eval_mode(self.model):
             return score_in_batches(
                 self.model_wrapped,
                 sequences.ids_BT,
                 sequences.attention_mask_BT,
+                sequences.mask_BT,
                 temperature=self.args.temperature,
                 vocab_size=self.vocab_size,
                 batch_size=self.args.per_device_train_batch_size,

@@ -36,7 +36,7 @@ class InProcessTeacher:
 
     def top(self, rollout: Rollout, k: int) -> tuple[Tensor, Tensor]:
         """What the teacher would rather have written: two (B, T, k), ids and nats, likeliest first; 0 off the completions."""
-        ids, attention_mask = _teacher_view(rollout)
+        ids, attention_mask, _ = _teacher_view(rollout)
         with self.scoring_model() as model:
             parts = top_tokens(model, ids, attention_mask, k, temperature=self.temperature, vocab_size=self.vocab_size)
         top_ids, top_logps = (torch.stack([_student_view(c, rollout) for c in part.unbind(-1)], dim=-1) for part in parts)
@@ -46,12 +46,12 @@ class InProcessTeacher:
 def score_rollout(
     model: nn.Module | Any, rollout: Rollout, temperature: float, vocab_size: int, batch_size: int, context: int | None
 ) -> Tensor:
-    """(B, T) log-probs of a rollout's tokens under `model`, read after its teacher prompts where it has them.
+    """(B, T) log-probs of a rollout's completions under `model`, read after its teacher prompts where it has them; else 0.
 
     Raises:
         ValueError: If a row is longer than `context`; scores beyond it would be noise.
     """
-    ids, attention_mask = _teacher_view(rollout)
+    ids, attention_mask, completion_mask = _teacher_view(rollout)
     longest = int(attention_mask.sum(dim=1).max())
     if context is not None and longest > context:
         raise ValueError(
@@ -60,20 +60,21 @@ def score_rollout(
             "config.max_position_embeddings."
         )
     scores = score_in_batches(
-        model, ids, attention_mask, temperature=temperature, vocab_size=vocab_size, batch_size=batch_size
+        model, ids, attention_mask, completion_mask, temperature=temperature, vocab_size=vocab_size, batch_size=batch_size
     )
     return _student_view(scores, rollout)
 
 
-def _teacher_view(rollout: Rollout) -> tuple[Tensor, Tensor]:
-    """The token ids and attention mask the teacher reads: its own prompts, if any, before the same completions."""
-    if rollout.teacher_prompts is None:
-        return rollout.ids_BT, rollout.attention_mask_BT
-    completions = rollout.completion_ids()
-    ids = [prompt + completion for prompt, completion in zip(rollout.teacher_prompts, completions, strict=True)]
-    lengths = torch.tensor([len(row) for row in ids], device=rollout.ids_BT.device)
-    ids_padded = pad_right(ids, 0, torch.long, rollout.ids_BT.device)
-    return ids_padded, torch.arange(ids_padded.shape[1], device=lengths.device) < lengths[:, None]
+def _teacher_view(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
+    """What the teacher reads, its own prompts, if any, before the same completions: ids, attention mask, completion mask."""
+    ids_BT, starts_B = rollout.ids_BT, rollout.prompt_lengths_B
+    if rollout.teacher_prompts is not None:
+        pairs = zip(rollout.teacher_prompts, rollout.completion_ids(), strict=True)
+        ids_BT = pad_right([prompt + completion for prompt, completion in pairs], 0, torch.long, ids_BT.device)
+        starts_B = torch.tensor([len(prompt) for prompt in rollout.teacher_prompts], device=ids_BT.device)
+    positions_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+    attention_mask_BT = positions_T < (starts_B + rollout.completion_lengths_B)[:, None]
+    return ids_BT, attention_mask_BT, attention_mask_BT & (positions_T >= starts_B[:, None])
 
 
 def _student_view(scores: Tensor, rollout: Rollout) -> Tensor:

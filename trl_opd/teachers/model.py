@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from .in_process import InProcessTeacher
 
@@ -26,7 +25,7 @@ class ModelTeacher(InProcessTeacher):
         self.model = model.requires_grad_(False).eval()
 
     @contextmanager
-    def scoring_model(self) -> Iterator[nn.Module | Any]:
+    def scoring_model(self) -> Iterator[nn.Module]:
         """Inside, the model to call."""
         yield self.model.eval()
 
@@ -45,12 +44,13 @@ class OffloadedTeacher(ModelTeacher):
         self.device = device
 
     @contextmanager
-    def scoring_model(self) -> Iterator[nn.Module | Any]:
+    def scoring_model(self) -> Iterator[nn.Module]:
         """Inside, the model with its copies."""
-        self.model.eval()
-        copies = {name: t.to(self.device) for name, t in [*self.model.named_parameters(), *self.model.named_buffers()]}
-
-        def on_device(**inputs: Any) -> Any:
-            return functional_call(self.model, copies, kwargs=inputs)
-
-        yield on_device
+        own = [(tensor, tensor.data) for tensor in (*self.model.parameters(), *self.model.buffers())]
+        try:
+            for tensor, data in own:
+                tensor.data = data.to(self.device)
+            yield self.model.eval()
+        finally:
+            for tensor, data in own:
+                tensor.data = data

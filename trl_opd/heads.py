@@ -1,0 +1,304 @@
+"""From hidden states to log-probs of given tokens, without a (tokens x vocabulary) tensor: some rows at a time.
+
+Shapes: N tokens to score, H hidden, V rows of the head, C tokens of a chunk.
+
+How this differs from the usual chunked loss:
+1. A frozen head, as under LoRA, is multiplied twice in all: the chunk of logits that gives a log-prob also gives its gradient
+   in the hidden state, which is kept, as large as the hidden states. A trained head computes each chunk but the
+   first again in the backward pass and adds to one gradient of its weights in fp32.
+2. Logits are rounded as the model would round them (the head's precision, or that of autocast) and are fp32 from there on;
+   float64 stays float64. TRL's `ChunkedLogProbFunction`, which also knows caps and scales and gives entropies on a CPU, holds
+   all in fp32 and multiplies by the head three times where two are enough; `benchmarks/heads.py` has it beside this.
+3. Entropy has no gradient here: it is a figure to look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_ELEMENTS = 2**25
+"""Logits that exist at once: 128 MiB in fp32; a chunk's work takes about three times that."""
+
+
+@dataclass(frozen=True)
+class LogitRule:
+    """What a model does to what its head returns, in the precision of that: multiply, divide or cap, or nothing."""
+
+    times: float = 1.0
+    over: float = 1.0
+    cap: float | None = None
+    """c in c · tanh(logit / c)."""
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """The model's own logits."""
+        if self.times != 1:
+            logits = logits * self.times
+        if self.over != 1:
+            logits = logits / self.over
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """Derivative of the model's own logits in what the head returned, at the former; in fp32 or better."""
+        slope = self.times / self.over
+        return slope if self.cap is None else slope * (1 - (logits / self.cap).square())
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which distribution a head's output stands for: that of its first `vocab_size` ids (None: all) at a temperature."""
+
+    temperature: float = 1.0
+    vocab_size: int | None = None
+    rule: LogitRule = LogitRule()
+
+    def logits(self, head_logits: Tensor) -> Tensor:
+        """(..., V) the logits the policy is the softmax of, in fp32 or better."""
+        logits = self.rule(head_logits[..., : self.vocab_size])
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+
+
+def score_logits(logits_NV: Tensor, ids_N: Tensor, policy: Policy, *, entropy: bool) -> tuple[Tensor, Tensor]:
+    """Log-prob of each id, differentiable, and the entropy of each row (zeros unless asked for), from a head's output."""
+    logits_NV = policy.logits(logits_NV)
+    lse_N = logits_NV.logsumexp(dim=-1)
+    logps_N = logits_NV.gather(-1, ids_N[:, None]).squeeze(-1) - lse_N
+    entropy_N = torch.zeros_like(lse_N.detach())
+    if entropy:
+        with torch.no_grad():
+            for rows in _chunks(len(ids_N), logits_NV.shape[-1], CHUNK_ELEMENTS):
+                logps_CV = logits_NV[rows] - lse_N[rows, None]
+                # exp(-inf) * -inf is NaN where a logit is -inf; such a token adds nothing
+                entropy_N[rows] = -_row_dots(logps_CV.exp(), logps_CV.clamp_(min=torch.finfo(logps_CV.dtype).min))
+    return logps_N, entropy_N
+
+
+def score_hidden(
+    hidden_NH: Tensor,
+    ids_N: Tensor,
+    head: Callable[[Tensor], Tensor],
+    policy: Policy,
+    *,
+    entropy: bool,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
+    """`score_logits` of `head(hidden_NH)`, which is computed chunk by chunk, and again in the backward pass.
+
+    Args:
+        hidden_NH: The head's input at each token.
+        ids_N: The token to score at each.
+        head: Any function of hidden states row by row, with parameters or not.
+        policy: What its output stands for.
+        entropy: Whether to compute it.
+        chunk_elements: Logits that may exist at once.
+    """
+
+    def score(hidden_CH: Tensor, ids_C: Tensor) -> tuple[Tensor, Tensor]:
+        return score_logits(head(hidden_CH), ids_C, policy, entropy=entropy)
+
+    with torch.no_grad():
+        num_rows = head(hidden_NH[:0]).shape[-1]
+    parts: list[Any] = []
+    for rows in _chunks(
+        len(ids_N), num_rows, chunk_elements, at_least_one=True
+    ):  # so that no parameter of the head is left without gradient
+        inputs = hidden_NH[rows], ids_N[rows]
+        parts.append(checkpoint(score, *inputs, use_reentrant=False) if torch.is_grad_enabled() else score(*inputs))
+    logps, entropies = zip(*parts, strict=True)
+    return torch.cat(logps), torch.cat(entropies)
+
+
+def score_linear(
+    hidden_NH: Tensor,
+    ids_N: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    policy: Policy,
+    *,
+    entropy: bool,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
+    """`score_logits` of a linear head, in chunks, without autograd's help: less memory and time than `score_hidden`."""
+    own = (hidden_NH, weight_VH, *([] if bias_V is None else [bias_V]))
+    differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in own)
+    settings = _Settings(policy, entropy, differentiable, chunk_elements)
+    logps_N, entropy_N = _LinearLogps.apply(hidden_NH, weight_VH, bias_V, ids_N, settings)
+    return logps_N, entropy_N
+
+
+@dataclass(frozen=True)
+class _Settings:
+    policy: Policy
+    entropy: bool
+    differentiable: bool
+    chunk_elements: int
+
+
+class _LinearLogps(torch.autograd.Function):
+    """(hidden, weight, bias) -> log-probs, entropies."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        ids_N: Tensor,
+        settings: _Settings,
+    ) -> tuple[Tensor, Tensor]:
+        policy = settings.policy
+        trained = settings.differentiable and any(ctx.needs_input_grad[1:3])
+        head = _Head.computing(weight_VH, bias_V, policy, _compute_dtype(weight_VH))
+        logps_N, lse_N, entropy_N = (hidden_NH.new_zeros(len(ids_N), dtype=head.precise) for _ in range(3))
+        slopes_NH = torch.empty_like(hidden_NH) if settings.differentiable and not trained else None
+        kept: list[tuple[Tensor, float]] = []  # the first chunk's, one less to compute again
+        with head.as_written(hidden_NH):
+            for rows in _chunks(len(ids_N), len(head.weight), settings.chunk_elements):
+                logits_CV, slope = head.logits(hidden_NH[rows])
+                largest_C1 = logits_CV.amax(dim=-1, keepdim=True)
+                chosen_C = logits_CV.gather(-1, ids_N[rows, None]).squeeze(-1)
+                probs_CV = torch.exp(logits_CV.sub_(largest_C1))
+                sums_C = probs_CV.sum(dim=-1)
+                lse_N[rows] = largest_C1.squeeze(-1) + sums_C.log()
+                logps_N[rows] = chosen_C - lse_N[rows]
+                if settings.entropy:
+                    logits_CV.clamp_(min=torch.finfo(logits_CV.dtype).min)  # as in `score_logits`
+                    entropy_N[rows] = sums_C.log() - _row_dots(probs_CV, logits_CV) / sums_C
+                del logits_CV
+                if trained and rows.start == 0 and not isinstance(slope, Tensor):
+                    kept.append((probs_CV.div_(sums_C[:, None]), slope))
+                if slopes_NH is not None:
+                    slopes_CV = _slopes_(probs_CV.div_(sums_C[:, None]), ids_N[rows], slope)
+                    slopes_NH[rows] = (slopes_CV.to(head.weight.dtype) @ head.weight).to(hidden_NH.dtype)
+        ctx.settings, ctx.compute_dtype, ctx.trained, ctx.kept = settings, head.weight.dtype, trained, kept
+        if trained:
+            ctx.save_for_backward(hidden_NH, weight_VH, bias_V, ids_N, lse_N)
+        else:
+            ctx.save_for_backward(slopes_NH)
+        ctx.mark_non_differentiable(entropy_N)
+        return logps_N, entropy_N
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.trained:
+            (slopes_NH,) = ctx.saved_tensors
+            return (slopes_NH * grad_N[:, None]).to(slopes_NH.dtype), *[None] * 4
+        hidden_NH, weight_VH, bias_V, ids_N, lse_N = ctx.saved_tensors
+        for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
+        settings = ctx.settings
+        head = _Head.computing(weight_VH, bias_V, settings.policy, ctx.compute_dtype)
+        hidden_grad = torch.empty_like(hidden_NH) if for_hidden else None
+        weight_grad = torch.zeros_like(weight_VH, dtype=head.precise) if for_weight else None
+        bias_grad = torch.zeros_like(bias_V, dtype=head.precise) if for_bias else None
+        size = len(head.weight)
+        with head.as_written(hidden_NH):
+            for rows in _chunks(len(ids_N), size, settings.chunk_elements):
+                if rows.start == 0 and ctx.kept:
+                    probs_CV, slope = ctx.kept.pop()  # to be overwritten: another backward pass computes it again
+                else:
+                    logits_CV, slope = head.logits(hidden_NH[rows])
+                    probs_CV = logits_CV.sub_(lse_N[rows, None]).exp_()
+                    del logits_CV
+                slopes_CV = _slopes_(probs_CV, ids_N[rows], slope).mul_(grad_N[rows, None])
+                if bias_grad is not None:
+                    bias_grad[:size] += slopes_CV.sum(dim=0)
+                rounded_CV = slopes_CV.to(head.weight.dtype)
+                if hidden_grad is not None:
+                    hidden_grad[rows] = (rounded_CV @ head.weight).to(hidden_NH.dtype)
+                if weight_grad is not None:
+                    _add_product_(weight_grad[:size], slopes_CV, rounded_CV, hidden_NH[rows].to(head.weight.dtype))
+                del probs_CV, slopes_CV, rounded_CV  # before the next chunk is made
+        grads = [
+            None if grad is None else grad.to(tensor.dtype)
+            for grad, tensor in zip((hidden_grad, weight_grad, bias_grad), (hidden_NH, weight_VH, bias_V), strict=True)
+        ]
+        return *grads, *[None] * 2
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The rows of a linear head that the policy ranges over, in the precision they are multiplied in."""
+
+    weight: Tensor
+    bias: Tensor | None
+    policy: Policy
+    precise: torch.dtype
+    """Of all that follows the logits."""
+
+    @classmethod
+    def computing(cls, weight_VH: Tensor, bias_V: Tensor | None, policy: Policy, dtype: torch.dtype) -> _Head:
+        rows = slice(policy.vocab_size)
+        bias = None if bias_V is None else bias_V[rows].to(dtype)
+        return cls(weight_VH[rows].to(dtype), bias, policy, torch.promote_types(dtype, torch.float32))
+
+    def as_written(self, hidden: Tensor) -> AbstractContextManager[Any]:
+        """Inside, precisions are those that are written here; autocast would convert the weight anew for each chunk."""
+        return torch.autocast(hidden.device.type, enabled=False)
+
+    def logits(self, hidden_CH: Tensor) -> tuple[Tensor, Tensor | float]:
+        """The policy's logits, which are the caller's to overwrite, and their derivative in what the head returned."""
+        rule, temperature = self.policy.rule, self.policy.temperature
+        logits_CV = rule(F.linear(hidden_CH.to(self.weight.dtype), self.weight, self.bias)).to(self.precise)
+        slope = rule.slope(logits_CV) / temperature
+        return logits_CV if temperature == 1 else logits_CV.div_(temperature), slope
+
+
+class _Touch(torch.autograd.Function):
+    """Zeros of `shape` that depend on `values`, to which they give a gradient of zero whatever the values are."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        ctx.like = values.shape, values.dtype
+        return values.new_zeros(shape, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        shape, dtype = ctx.like
+        return grad.new_zeros(shape, dtype=dtype), None, None
+
+
+def zeros_after(values: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that autograd takes to be computed from `values`: their backward pass comes first, and adds nothing."""
+    zeros: Tensor = _Touch.apply(values, shape, dtype)
+    return zeros
+
+
+def _compute_dtype(weight: Tensor) -> torch.dtype:
+    """What `nn.Linear` would multiply in here: autocast leaves float64 alone."""
+    device = weight.device.type
+    autocast = torch.is_autocast_enabled(device) and weight.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if autocast else weight.dtype
+
+
+def _chunks(num_tokens: int, num_rows: int, elements: int, *, at_least_one: bool = False) -> Iterator[slice]:
+    size = max(1, elements // max(1, num_rows))
+    for start in range(0, max(num_tokens, at_least_one), size):
+        yield slice(start, start + size)
+
+
+def _slopes_(probs_CV: Tensor, ids_C: Tensor, slope: Tensor | float) -> Tensor:
+    """In place: (1 at the token, else 0) - p, the log-prob's derivative in the policy's logits, times `slope`."""
+    slopes_CV = probs_CV.neg_()
+    slopes_CV[torch.arange(len(ids_C), device=ids_C.device), ids_C] += 1
+    return slopes_CV.mul_(slope)
+
+
+def _add_product_(total_VH: Tensor, slopes_CV: Tensor, rounded_CV: Tensor, hidden_CH: Tensor) -> None:
+    """Adds slopes^T hidden without rounding it first: small terms would be lost, chunk after chunk."""
+    if hidden_CH.is_cuda and hidden_CH.dtype in (torch.bfloat16, torch.float16):
+        torch.addmm(total_VH, rounded_CV.T, hidden_CH, out_dtype=torch.float32, out=total_VH)
+    else:
+        total_VH.addmm_(slopes_CV.T, hidden_CH.to(total_VH.dtype))
+
+
+def _row_dots(one_NV: Tensor, other_NV: Tensor) -> Tensor:
+    """(N,) sums of products, without the products."""
+    return torch.bmm(one_NV[:, None, :], other_NV[:, :, None]).flatten()
