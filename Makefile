@@ -20,8 +20,8 @@ $(INSTALLED): setup.cfg constraints.txt
 demo: $(INSTALLED) ## train the small demo: about two minutes on a CPU, no network
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no examples/distill.py
 
-test: $(INSTALLED) ## run the fast tests
-	$(BIN)/python -m pytest
+test: $(INSTALLED) ## run the fast tests, on two cores
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 
 test-all: $(INSTALLED) ## run the fast and the slow tests; not those for vLLM or a GPU
 	$(BIN)/python -m pytest -m "not vllm and not gpu"

@@ -2,7 +2,7 @@
 
     python benchmarks/heads.py
 
-One loss and its backward pass over a linear head of 151,936 rows on hidden states of 1,024 (issue W4), with entropies for the
+One loss and its backward pass over a linear head of 151,936 rows on hidden states of 1,024, with entropies for the
 metrics, for a frozen head (LoRA) and a trained one.
 
 Memory: peak above what is there before, each arm in a process of its own; the gradient of a trained head's weights, which any

@@ -106,8 +106,8 @@ def test_a_completion_without_advantages_is_shown() -> None:
 class Recording(OnPolicyDistillationTrainer):
     """Keeps the scored batches."""
 
-    def scored_batch(self, rows: list[dict[str, Any]]) -> Any:
-        batch = super().scored_batch(rows)
+    def scored_batch(self, rows: list[dict[str, Any]], *written: Any) -> Any:
+        batch = super().scored_batch(rows, *written)
         self.__dict__.setdefault("batches", []).append(batch)
         return batch
 

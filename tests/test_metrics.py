@@ -333,10 +333,11 @@ def test_every_figure_by_hand(run: Any, log: int) -> None:
 
 
 def test_nothing_else_is_logged(run: Any) -> None:
-    """Apart from what Trainer logs, clocks, and update_kl, which has a test of its own."""
+    """Apart from what Trainer logs, clocks, and what has a test of its own."""
     others = {
         "update_kl/v1",
         "update_kl/v2",
+        "rollout/staleness",
         "tokens_per_second",
         *(f"time/{p}" for p in ("sync", "rollout", "teacher", "train", "eval")),
     }

@@ -79,8 +79,8 @@ class Reader(OnPolicyDistillationTrainer):
         self.written.append(rollout.with_sampled_logps(self.student_logps(rollout)))
         return self.written[-1]
 
-    def scored_batch(self, rows: list[dict[str, Any]]) -> ScoredBatch:
-        self.batches.append(super().scored_batch(rows))
+    def scored_batch(self, rows: list[dict[str, Any]], *written: Any) -> ScoredBatch:
+        self.batches.append(super().scored_batch(rows, *written))
         return self.batches[-1]
 
 

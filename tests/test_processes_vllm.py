@@ -71,6 +71,18 @@ def test_two_processes_train_as_one(two: Processes, server: FakeVLLM, tmp_path: 
 
 
 @WAYS
+def test_two_processes_train_as_one_with_rollouts_written_ahead(
+    two: Processes, server: FakeVLLM, tmp_path: Path, how: str
+) -> None:
+    more = {"rollout_lag": 1, "eval_dataset": make_dataset(8), "eval_strategy": "steps", "eval_steps": 1}
+    one = launched("one", train, str(tmp_path / "one"), server.url, per_device_train_batch_size=8, **more)
+    results = two.run(how, train, str(tmp_path / "two"), server.url, per_device_train_batch_size=4, **more)
+    for result in results:
+        assert [entry["loss"] for entry in result["logs"]] == pytest.approx([entry["loss"] for entry in one["logs"]], rel=1e-4)
+        assert [entry["rollout/staleness"] for entry in result["logs"]] == [0, 1, 1, 1]
+
+
+@WAYS
 def test_a_process_that_did_not_publish_publishes_again(two: Processes, server: FakeVLLM, tmp_path: Path, how: str) -> None:
     results = two.run(how, train, str(tmp_path), server.url, Losing)
     assert all(len(result["logs"]) == 4 for result in results)

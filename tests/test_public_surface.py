@@ -61,6 +61,7 @@ CONFIG_FIELDS: dict[str, Any] = {
     "per_device_rollout_batch_size": None,
     "gather_for_generation": True,
     "rollout_engine": "transformers",
+    "rollout_lag": 0,
     "vllm_server_base_url": None,
     "vllm_adapter_dir": None,
     "mask_truncated_completions": False,

@@ -67,6 +67,18 @@ def test_sampled_log_probs_are_the_trainers_before_and_after_updates(
     assert all(entry["time/sync"] > 0 for entry in trainer.state.log_history if "loss" in entry)
 
 
+def test_rollouts_written_while_a_step_trains(tiny_server: VLLMServer, tmp_path: Path) -> None:
+    """Each version passes the probe; the ratio, to weights a step older, is near 1 and not 1."""
+    trainer = vllm_trainer(
+        tmp_path, tiny_server, cls=OnPolicyDistillationTrainer, rollout_lag=1, max_steps=5, train_dataset=make_dataset(80)
+    )
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["rollout/staleness"] for entry in logs] == [0, 1, 1, 1, 1]
+    assert logs[0]["sampler_kl/v2"] < 1e-8 < min(entry["sampler_kl/v2"] for entry in logs[1:])
+    assert all(0.5 < entry["ratio/mean"] < 2 for entry in logs)
+
+
 def test_truncated_sampling_is_scored_by_the_whole_softmax(tiny_server: VLLMServer, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="truncated distribution"):
         trainer = vllm_trainer(tmp_path, tiny_server, top_k=2, max_steps=1, learning_rate=1e-9)

@@ -63,6 +63,8 @@ class Rollout:
     completion_lengths_B: Tensor
     """Tokens, whether they are trained on or not."""
     stopped_B: Tensor
+    prompt_cut_B: Tensor
+    """True where the prompt was longer than `max_prompt_length`."""
     rows: tuple[dict[str, Any], ...]
     """The dataset row behind each sequence."""
     teacher_prompts: tuple[list[int], ...] | None = None
@@ -84,6 +86,7 @@ class Rollout:
         device: torch.device,
         teacher_prompts: Sequence[list[int]] | None = None,
         mask_truncated: bool = False,
+        prompt_cut: Sequence[bool] | None = None,
     ) -> Rollout:
         """Pads ragged prompts and completions. The masks come from the lengths, so that the pad id may be any id.
 
@@ -108,6 +111,7 @@ class Rollout:
         prompt_lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
         completion_lengths_B = torch.tensor([len(completion.ids) for completion in completions], device=device)
         stopped_B = torch.tensor([completion.stopped for completion in completions], device=device)
+        prompt_cut_B = torch.tensor([False] * len(ids) if prompt_cut is None else prompt_cut, device=device)
         ids_BT = pad_right(ids, pad_id, torch.long, device)
         position_T = torch.arange(ids_BT.shape[1], device=device)
         attention_mask_BT = position_T < (prompt_lengths_B + completion_lengths_B)[:, None]
@@ -122,6 +126,7 @@ class Rollout:
             prompt_lengths_B=prompt_lengths_B,
             completion_lengths_B=completion_lengths_B,
             stopped_B=stopped_B,
+            prompt_cut_B=prompt_cut_B,
             rows=tuple(rows),
             teacher_prompts=None if teacher_prompts is None else tuple(teacher_prompts),
             tool_use=tuple(tool_use) or None,

@@ -308,8 +308,17 @@ def check_engine_agrees(gap: float, max_gap: float | None, step: int) -> None:
         )
 
 
-def check_sampling(args: OnPolicyDistillationConfig) -> None:
-    """Warns if tokens are not drawn from the distribution that is trained."""
+def check_sampling(args: OnPolicyDistillationConfig, *, own_loop: bool) -> None:
+    """Warns if tokens are not drawn from the distribution that is trained.
+
+    Raises:
+        ValueError: If a user's loop (`rollout_func`) would have to run while the student trains.
+    """
+    if own_loop and args.rollout_lag:
+        raise ValueError(
+            "rollout_lag is 1 and rollout_func is given: the function would run in another thread while a step changes the "
+            "weights it may sample from. Use rollout_lag=0."
+        )
     if args.truncates_sampling:
         warn(
             f"top_p {args.top_p}, top_k {args.top_k}, min_p {args.min_p}, repetition_penalty {args.repetition_penalty}: "

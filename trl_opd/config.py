@@ -193,6 +193,13 @@ class OnPolicyDistillationConfig(TrainingArguments):
         default=None,
         metadata=_help("Where servers read the adapter from, under the same path as here; unset: in output_dir."),
     )
+    rollout_lag: int = field(
+        default=0,
+        metadata=_help(
+            "1: servers write the next rollout while a step trains, from weights one rollout older; the importance ratio "
+            "corrects for that. 0: strictly on-policy. Of rollout_engine 'vllm'."
+        ),
+    )
     gather_for_generation: bool = field(
         default=True,
         metadata=_help(

@@ -37,11 +37,31 @@ def check_values(args: Any) -> None:
             f"rollout_engine is '{args.rollout_engine}' and vllm_server_base_url is {args.vllm_server_base_url}: servers "
             "are for rollout_engine='vllm', which needs at least one. Set both or neither."
         )
+    check_lag(args)
     loss_settings(args.loss_fn, args.loss_fn_config)
     if args.train_sampling_strategy not in ("random", "sequential"):
         raise ValueError(
             f"train_sampling_strategy is '{args.train_sampling_strategy}', which orders rows by a length they do not have "
             "before the rollout. Use 'random' or 'sequential'."
+        )
+
+
+def check_lag(args: Any) -> None:
+    """Raises ValueError if no rollout can be written while the step before it trains."""
+    if args.rollout_lag not in (0, 1):
+        raise ValueError(
+            f"rollout_lag is {args.rollout_lag}; it must be 0 (strictly on-policy) or 1 (the next rollout is written while a "
+            "step trains). With older weights the importance ratio would correct for less and less."
+        )
+    if args.rollout_lag and args.rollout_engine != "vllm":
+        raise ValueError(
+            f"rollout_lag is 1, but rollout_engine '{args.rollout_engine}' samples in the training process, which cannot "
+            "train meanwhile. Use rollout_engine='vllm', or rollout_lag=0."
+        )
+    if args.rollout_lag and args.truncates_sampling:
+        raise ValueError(
+            "rollout_lag is 1, and top_p, top_k, min_p or repetition_penalty truncate what is sampled: the log-probs under "
+            "the whole softmax would have to come from weights that are gone by then. Leave these out, or use rollout_lag=0."
         )
 
 

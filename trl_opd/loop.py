@@ -7,40 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any, cast
 
-import datasets
 import numpy as np
 import torch
-from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Sampler
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProgressCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from . import checks, completions, processes, state
 from .batch import Rollout, ScoredBatch
-from .callbacks import StopOnSigterm
+from .callbacks import DistillationProgressCallback, StopOnSigterm
+from .comparison import compare
 from .logprobs import score_in_batches
-from .loss import count_items
 from .metrics import Metrics
-from .mixing import MixedSampler, NamedRows, make_mixture
 from .models import eval_mode
 from .rewards import reward_advantages
 from .rng import forked_rng
-from .rollout import RolloutEngine
-from .rows import FilledStream, Filler, RowSampler, SampledRows, Shares, with_seeds
-from .saving import SavingTrainer
+from .rows import Filler
 from .servers import ServerError
+from .steps import EVAL, SteppingTrainer
+from .teachers import ModelTeacher, ServerTeacher, rows_by_teacher, teachers_of
 
-TRAIN, EVAL = 0, 1
-"""Random streams of rollouts."""
 
-
-class DistillationLoop(SavingTrainer):
+class DistillationLoop(SteppingTrainer):
     """The part of the trainer that is not the algorithm, split off by topic; subclass `OnPolicyDistillationTrainer`."""
 
     processing_class: PreTrainedTokenizerBase
@@ -48,7 +40,6 @@ class DistillationLoop(SavingTrainer):
     vocab_size: int
     prepare_eval: Callable[[Any], Any]
     """Checks evaluation data, and gives each row its teacher's name."""
-    engine: RolloutEngine
     reward_weights: list[float]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -58,13 +49,15 @@ class DistillationLoop(SavingTrainer):
         if (theirs := self.pop_callback(JITCheckpointCallback)) is not None:
             theirs.on_train_end(self.args, self.state, self.control)  # it listens already
             self.add_callback(StopOnSigterm(self._any_process))
+        if self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(DistillationProgressCallback)
         self._start_anew()
 
     def _start_anew(self) -> None:
         self.metrics = Metrics()
         self.progress = state.Progress()
         self._records: list[dict[str, Any]] = []  # of the last rollout, for log_completions
-        self._updated: list[ScoredBatch] = []  # of the present rollout, for compute_post_kl
+        self._updated: list[ScoredBatch] = []
         self._sampled_now = False  # whether no update has come since the last rollout of training
 
     def train(
@@ -79,6 +72,7 @@ class DistillationLoop(SavingTrainer):
             ServerError: If a server was lost for good. What was trained until then is saved as a checkpoint.
         """
         self._start_anew()
+        self._drop_ahead()
         try:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         except ServerError as error:
@@ -89,10 +83,6 @@ class DistillationLoop(SavingTrainer):
 
     def _prepare_teacher(self, model: nn.Module) -> nn.Module:
         return processes.prepare_frozen(model, self.accelerator, stays=self.args.teacher_offload)
-
-    def scored_batch(self, rows: list[dict[str, Any]]) -> ScoredBatch:
-        """Everything before the update of the policy."""
-        raise NotImplementedError
 
     def rollout_and_scores(self, rows: list[dict[str, Any]], *stream: int) -> tuple[Rollout, Tensor, Tensor]:
         """Completions for `rows`, the teacher's log-probs of them (B, T) and their rewards (B, F)."""
@@ -136,78 +126,19 @@ class DistillationLoop(SavingTrainer):
         if count:
             checks.check_engine_agrees(gap / count, self.engine.max_gap, self.state.global_step)
 
-    # ---- Batches
+    def judge_first_rollout(self, rollout: Rollout, teacher_logps_BT: Tensor) -> None:
+        """Says in words whether student and teacher fit, as far as a rollout before the first update shows."""
+        for name, own_B in rows_by_teacher(self.teacher, rollout).items():
+            comparison = compare(rollout[own_B], teacher_logps_BT[own_B], self.vocab_size)
+            for verdict in comparison.verdicts(self.args.max_completion_length, half_precision=self.half_precision()):
+                checks.warn(f"Teacher {name!r}: {verdict}" if name else verdict)
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[list[dict[str, Any]]], num_batches: int, device: torch.device
-    ) -> tuple[list[ScoredBatch], Tensor | None]:
-        """The next optimizer step's micro-batches and their global item count; rolls out when none are left."""
-        self.progress.skip_rolled_out(epoch_iterator)
-        if not self.progress.pending:
-            self.progress.pending.extend(self._next_steps(epoch_iterator, num_batches))
-        return self.progress.pending.popleft() if self.progress.pending else ([], None)
-
-    def _next_steps(self, epoch_iterator: Iterator[list[dict[str, Any]]], num_batches: int) -> list[state.Step]:
-        """Rolls out `num_substeps` optimizer steps at once and cuts them into micro-batches; a group stays in one step."""
-        num_steps = min(self.args.num_substeps, self.state.max_steps - self.state.global_step)
-        batches = list(islice(epoch_iterator, num_batches * num_steps))
-        rows = [row for batch in batches for row in batch]
-        checks.check_first_rows(rows, self.state.global_step, self.args)
-        if isinstance(self.train_dataset, datasets.IterableDataset):
-            # Trainer never ends a step that a stream's end cuts short: its gradient would be part of the next pass's first
-            batches = batches[: len(batches) // num_batches * num_batches]
-            rows = [row for batch in batches for row in batch]
-        if not rows:
-            return []
-        micro_batches = self.scored_batch(rows).split([len(batch) for batch in batches])
-        self._updated = micro_batches if self.args.compute_post_kl else []
-        parts = [micro_batches[i : i + num_batches] for i in range(0, len(micro_batches), num_batches)]
-        return [(part, self._count_items(part)) for part in parts]
-
-    def _count_items(self, micro_batches: list[ScoredBatch]) -> Tensor:
-        counts = [count_items(batch.mask_BT, self.args.loss_reduction) for batch in micro_batches]
-        return cast(Tensor, self.accelerator.reduce(torch.stack(counts).sum(), reduction="sum"))
-
-    @property
-    def train_shares(self) -> Shares:
-        """How the rows of an epoch or a rollout are dealt to the processes."""
-        return Shares(self.accelerator.num_processes, self.args.per_device_train_batch_size, self.args.num_generations)
-
-    def with_seeds(self, rows: list[dict[str, Any]], shares: Shares, first: int, *stream: int) -> list[dict[str, Any]]:
-        """This process's rows, `first` and those after, each with a seed that depends on its place among all only."""
-        numbers = range(first, first + len(rows))
-        places = [shares.place(self.accelerator.process_index, number) for number in numbers]
-        return with_seeds(rows, places, self.args.seed, *stream)
-
-    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        rows = dataset
-        if isinstance(dataset, datasets.Dataset | NamedRows):
-            rows = SampledRows(dataset)
-        elif self.accelerator.num_processes > 1:
-            rows = FilledStream(dataset, self.accelerator.num_processes * batch_size)
-        loader = super()._get_dataloader(rows, description, batch_size, *args, **kwargs)
-        if isinstance(shard := loader.batch_sampler, BatchSamplerShard):
-            shard.sampler = shard.batch_sampler.sampler  # or a resumed loader would not tell it which epoch it is
-        return loader
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        shuffle, shares = self.args.train_sampling_strategy == "random", self.train_shares
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        if isinstance(self.train_dataset, NamedRows):
-            return MixedSampler(make_mixture(self.train_dataset.sizes, self.args), shares, shuffle=shuffle, seed=seed)
-        return RowSampler(len(train_dataset), shares, shuffle=shuffle, seed=seed, drop_last=self.args.dataloader_drop_last)
-
-    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int]:
-        return RowSampler(len(eval_dataset), self._eval_shares, shuffle=False, drop_last=self.args.dataloader_drop_last)
-
-    @property
-    def _eval_shares(self) -> Shares:
-        return Shares(self.accelerator.num_processes, self.args.per_device_eval_batch_size)
-
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Trainer's, timed."""
-        with self.metrics.timed("train"):
-            return super().training_step(model, inputs, num_items_in_batch)
+    def half_precision(self) -> bool:
+        """Whether student or teacher computes in 16 bits."""
+        models = [self.student(), *(t.model for t in teachers_of(self.teacher) if isinstance(t, ModelTeacher))]
+        halves = (torch.bfloat16, torch.float16)
+        on_server = any(isinstance(t, ServerTeacher) for t in teachers_of(self.teacher))  # which does not say; most have bf16
+        return on_server or self.args.bf16 or self.args.fp16 or any(p.dtype in halves for m in models for p in m.parameters())
 
     # ---- Evaluation
 

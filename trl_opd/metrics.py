@@ -108,6 +108,7 @@ def record_rollout(metrics: Metrics, rollout: Rollout, teacher_logps_BT: Tensor,
     for name in dict.fromkeys(name for name in names if name is not None):
         own_B = torch.tensor([other == name for other in names], device=kl_BT.device)
         metrics.add(f"teacher_kl/{name}", kl_BT[own_B].sum(), rollout.mask_BT[own_B].sum())
+    metrics.add("prompts/truncated_fraction", rollout.prompt_cut_B.sum(), len(rollout))
     metrics.add("completions/mean_length", lengths_B.sum(), len(rollout))
     metrics.add_extremes(lengths_B, low="completions/min_length", high="completions/max_length")
     metrics.add("completions/stopped_fraction", stopped_B.sum(), len(rollout))

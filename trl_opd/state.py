@@ -23,6 +23,8 @@ class Progress:
     """Steps that are rolled out but not trained yet, and the tokens seen so far."""
 
     pending: deque[Step] = field(default_factory=deque)
+    sampled_at: int = 0
+    """Optimizer steps behind the weights that sampled them."""
     tokens: float = 0.0
     """Action tokens of all rollouts, over all processes."""
     teacher_tokens: float = 0.0
@@ -45,6 +47,7 @@ class Progress:
         path.parent.mkdir(parents=True, exist_ok=True)
         saved = {
             "num_processes": num_processes,
+            "sampled_at": self.sampled_at,
             "tokens": self.tokens,
             "teacher_tokens": self.teacher_tokens,
             "position": self.position,
@@ -79,6 +82,7 @@ class Progress:
         )
         return cls(
             pending=pending,
+            sampled_at=saved["sampled_at"],
             tokens=saved["tokens"],
             teacher_tokens=saved["teacher_tokens"],
             position=saved["position"],

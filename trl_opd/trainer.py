@@ -1,4 +1,4 @@
-"""The trainer: `compute_loss` is the algorithm; `loop.py` fits it into `transformers.Trainer`.
+"""The trainer: `compute_loss` is the algorithm; `loop.py` and `steps.py` fit it into `transformers.Trainer`.
 
 How this differs from the textbook, and from TRL's trainers:
 1. The completions of a whole optimizer step (of `num_substeps` of them) are sampled and scored at once, in
@@ -11,6 +11,7 @@ How this differs from the textbook, and from TRL's trainers:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -23,7 +24,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    ProgressCallback,
     TrainerCallback,
     set_seed,
 )
@@ -31,26 +31,27 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from . import checks, completions
 from .advantage import kl_advantages
-from .batch import Rollout, ScoredBatch
-from .callbacks import AfterStepCallback, DistillationProgressCallback
-from .comparison import compare
+from .batch import Completion, Rollout, ScoredBatch
+from .callbacks import AfterStepCallback
 from .config import OnPolicyDistillationConfig, as_dict
 from .data import prepare_eval, prepare_train
 from .logprobs import score_tokens
-from .loop import TRAIN, DistillationLoop
+from .loop import DistillationLoop
 from .loss import Stats, policy_loss
 from .metrics import record_rewards, record_rollout, record_update
 from .mixing import name_column
 from .models import base_name, load_student, load_tokenizer
+from .overlap import Written
 from .processes import fsdp_plugin, greatest, served
 from .prompts import PromptEncoder
 from .rewards import RewardFunc, compute_rewards, reward_names, weighted_rewards
 from .rng import forked_rng
 from .rollout import RolloutEngine, RolloutFunc, Tool, ToolEngine, make_engine, make_tool_template, trajectories
 from .rollout.func import Sampled
-from .rows import Filler, Row
+from .rows import Row
+from .steps import TRAIN
 from .teacher_prompts import TeacherPromptEncoder
-from .teachers import ModelTeacher, ServerTeacher, Teacher, make_teachers, name_of, rows_by_teacher, teachers_of
+from .teachers import ServerTeacher, Teacher, make_teachers, name_of, teachers_of
 
 AnyDataset = datasets.Dataset | datasets.IterableDataset
 Evaluator = Callable[["OnPolicyDistillationTrainer"], dict[str, float]]
@@ -106,7 +107,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
     ) -> None:
         args = args or OnPolicyDistillationConfig()
         teacher_model = checks.teacher_given(teacher_model, args)
-        checks.check_sampling(args)
+        checks.check_sampling(args, own_loop=rollout_func is not None)
         checks.check_devices(args.n_gpu)
         self.student_name = model if isinstance(model, str) else base_name(model)
         loaded_here = isinstance(model, str)
@@ -116,11 +117,12 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         self.vocab_size = checks.policy_vocab_size(tokenizer)
         checks.check_vocab_rows(model, self.vocab_size, "student")
         self.rollout_func, self.stop_ids = rollout_func, checks.stop_token_ids(model, tokenizer)
-        template_kwargs = as_dict(args.chat_template_kwargs)
-        tool_template = make_tool_template(tools, rollout_func, tokenizer, self.stop_ids, template_kwargs)
-        template_kwargs = template_kwargs if tool_template is None else tool_template.kwargs
-        self.prompt_encoder = PromptEncoder(tokenizer, template_kwargs, checks.prompt_limit(model, args))
-        self.teacher_prompts = TeacherPromptEncoder(tokenizer, args, template_kwargs)
+        # what another thread uses is a copy: fast tokenizers fail where one thread sets padding and another encodes
+        own_tokenizer = copy.deepcopy(tokenizer) if args.rollout_lag else tokenizer
+        tool_template = make_tool_template(tools, rollout_func, own_tokenizer, self.stop_ids, args)
+        template_kwargs = as_dict(args.chat_template_kwargs) if tool_template is None else tool_template.kwargs
+        self.prompt_encoder = PromptEncoder(own_tokenizer, template_kwargs, checks.prompt_limit(model, args))
+        self.teacher_prompts = TeacherPromptEncoder(own_tokenizer, args, template_kwargs)
         self.reward_funcs = [reward_funcs] if callable(reward_funcs) else list(reward_funcs or [])
         self.reward_weights = checks.reward_weights(args, len(self.reward_funcs))
         self.evaluators = list(evaluators or [])
@@ -140,8 +142,6 @@ class OnPolicyDistillationTrainer(DistillationLoop):
             callbacks=[AfterStepCallback(self.after_step), *(callbacks or [])],
             optimizers=optimizers,
         )
-        if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(DistillationProgressCallback)
         self.engine: RolloutEngine = make_engine(args, model, tokenizer, synced_gpus=self.is_fsdp_enabled)
         if tool_template is not None:
             together = self.is_fsdp_enabled and args.rollout_engine == "transformers"
@@ -197,16 +197,16 @@ class OnPolicyDistillationTrainer(DistillationLoop):
             loss = loss * self.accelerator.num_processes  # gradients are averaged over processes, the count is global
         return (loss, {"logps": logps_BT}) if return_outputs else loss
 
-    def scored_batch(self, rows: list[dict[str, Any]]) -> ScoredBatch:
-        """Everything before the update: rollout, teacher, rewards, advantages."""
-        rows = self.with_seeds(rows, self.train_shares, 0, TRAIN, self.state.global_step)
-        rollout, teacher_logps_BT, rewards_BF = self.rollout_and_scores(rows, TRAIN, self.state.global_step)
-        self._sampled_now = True
+    def scored_batch(self, rows: list[dict[str, Any]], written: Written | None = None) -> ScoredBatch:
+        """Everything before the update: rollout (unless it is `written`), teacher, rewards, advantages."""
+        if written is None:
+            rows = self.with_seeds(rows, self.train_shares, 0, TRAIN, self.state.global_step)
+            rollout, teacher_logps_BT, rewards_BF = self.rollout_and_scores(rows, TRAIN, self.state.global_step)
+        else:
+            rollout, teacher_logps_BT, rewards_BF = self.scores(*written)
+        self._sampled_now = written is None
         if self.state.global_step == 0:
-            for name, own_B in rows_by_teacher(self.teacher, rollout).items():
-                comparison = compare(rollout[own_B], teacher_logps_BT[own_B], self.vocab_size)
-                for verdict in comparison.verdicts(self.args.max_completion_length, half_precision=self.half_precision()):
-                    checks.warn(f"Teacher {name!r}: {verdict}" if name else verdict)
+            self.judge_first_rollout(rollout, teacher_logps_BT)
         reward_advantages_B = self._reward_advantages(rewards_BF).to(rollout.sampled_logps_BT)
         advantages_BT = self.compute_advantages(
             rollout.sampled_logps_BT, teacher_logps_BT, rollout.mask_BT, reward_advantages_B
@@ -218,17 +218,20 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         return batch
 
     def rollout_and_scores(self, rows: list[dict[str, Any]], *stream: int) -> tuple[Rollout, Tensor, Tensor]:
-        """Completions for `rows`, the teacher's log-probs of them (B, T) and their rewards (B, F); all are measured."""
-        with self.metrics.timed("sync"), self.accelerator.autocast():
-            self.engine.sync(self.student())
+        """Completions for `rows` by the weights as they are now, and what `scores` says of them."""
+        self.sync_engine()
         with self.metrics.timed("rollout"), forked_rng(self.args.seed, *stream, self.accelerator.process_index), served():
             rollout = self.generate_rollout(rows)
         if self.args.truncates_sampling and not self.engine.whole_softmax:
             rollout = rollout.with_sampled_logps(self.student_logps(rollout))
         checks.check_rollout(rollout, len(rows))
+        return self.scores(rollout)
+
+    def scores(self, rollout: Rollout, teacher_logps_BT: Tensor | None = None) -> tuple[Rollout, Tensor, Tensor]:
+        """The rollout, the teacher's log-probs of it (B, T), unless they are there, and its rewards (B, F); all measured."""
         rollout, real_B = rollout.without_fillers(), rollout.real_B
         with self.metrics.timed("teacher"), served():
-            teacher_logps_BT = self.score_with_teacher(rollout)
+            teacher_logps_BT = self.score_with_teacher(rollout) if teacher_logps_BT is None else teacher_logps_BT
         checks.check_scores(rollout, teacher_logps_BT, self.args.kl_clip)
         ids = rollout.completion_ids()
         texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
@@ -240,12 +243,35 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         record_rewards(self.metrics, rewards_BF, totals_B, reward_names(self.reward_funcs))
         return rollout, teacher_logps_BT, rewards_BF
 
+    def write_ahead(self, rows: list[dict[str, Any]]) -> Written:
+        """A rollout and, where all teachers are servers, their log-probs of it; in another thread while a step trains."""
+        rollout = self.generate_rollout(rows)
+        checks.check_rollout(rollout, len(rows))
+        elsewhere = all(isinstance(teacher, ServerTeacher) for teacher in teachers_of(self.teacher))
+        return rollout, self.score_with_teacher(rollout.without_fillers()) if elsewhere else None
+
     # ---- Its four steps, for subclasses
 
     def generate_rollout(self, rows: list[dict[str, Any]]) -> Rollout:
         """Lets the student write one completion for each row; rows of a group follow each other."""
-        prompts, completions, rows = self._sampled(rows) if self.rollout_func is None else self._of_user(rows)
-        rollout = Rollout.build(
+        if self.rollout_func is not None:
+            return self._with_logps(self._rollout_of(*self._of_user(rows)))
+        seeds = [row.seed for row in rows if isinstance(row, Row) and row.seed is not None]
+        whole = [self.prompt_encoder.encode(row) for row in rows]
+        prompts = [self.prompt_encoder.truncate(prompt) for prompt in whole]
+        with self.accelerator.autocast():  # `generate` of an adapted model does not pass the wrapper that training is cast by
+            completions = self.engine.generate(self.student(), prompts, seeds if len(seeds) == len(rows) else None)
+        cut = [len(prompt) > len(kept) for prompt, kept in zip(whole, prompts, strict=True)]
+        return self._rollout_of(prompts, completions, rows, cut)
+
+    def _rollout_of(
+        self,
+        prompts: list[list[int]],
+        completions: list[Completion],
+        rows: list[dict[str, Any]],
+        prompt_cut: list[bool] | None = None,
+    ) -> Rollout:
+        return Rollout.build(
             prompts,
             completions,
             rows,
@@ -253,23 +279,8 @@ class OnPolicyDistillationTrainer(DistillationLoop):
             device=self.args.device,
             teacher_prompts=self.teacher_prompts.encode_rows(rows, prompts),
             mask_truncated=self.args.mask_truncated_completions,
+            prompt_cut=prompt_cut,
         )
-        return rollout if self.rollout_func is None else self._with_logps(rollout)
-
-    def _sampled(self, rows: list[dict[str, Any]]) -> Sampled:
-        """Prompts and the engine's completions of them."""
-        seeds = [row.seed for row in rows if isinstance(row, Row) and row.seed is not None]
-        prompts = [self.prompt_encoder.encode(row) for row in rows]
-        kept = [self.prompt_encoder.truncate(prompt) for prompt in prompts]
-        cut = [
-            len(prompt) > len(rest)
-            for prompt, rest, row in zip(prompts, kept, rows, strict=True)
-            if not isinstance(row, Filler)
-        ]
-        self.metrics.add("prompts/truncated_fraction", sum(cut), len(cut))
-        with self.accelerator.autocast():  # `generate` of an adapted model does not pass the wrapper that training is cast by
-            generated = self.engine.generate(self.student(), kept, seeds if len(seeds) == len(rows) else None)
-        return kept, generated, rows
 
     def _of_user(self, rows: list[dict[str, Any]]) -> Sampled:
         """Prompts and completions of `rollout_func`, and the rows with the columns it added."""
@@ -310,12 +321,3 @@ class OnPolicyDistillationTrainer(DistillationLoop):
             reduction=self.args.loss_reduction,
             num_items=num_items,
         )
-
-    # ---- Parts
-
-    def half_precision(self) -> bool:
-        """Whether student or teacher computes in 16 bits."""
-        models = [self.student(), *(t.model for t in teachers_of(self.teacher) if isinstance(t, ModelTeacher))]
-        halves = (torch.bfloat16, torch.float16)
-        on_server = any(isinstance(t, ServerTeacher) for t in teachers_of(self.teacher))  # which does not say; most have bf16
-        return on_server or self.args.bf16 or self.args.fp16 or any(p.dtype in halves for m in models for p in m.parameters())

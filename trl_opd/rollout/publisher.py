@@ -46,8 +46,11 @@ class AdapterPublisher:
         self._number, self._digest = 0, b""
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)  # also when the program ends
 
-    def publish(self, model: PeftModel) -> None:
+    def publish(self, model: PeftModel) -> bool:
         """Gives the servers the adapter as it is now, unless they have it. All processes call this; none has a request open.
+
+        Returns:
+            Whether they had not.
 
         Raises:
             ServerError: If no server takes it.
@@ -55,10 +58,11 @@ class AdapterPublisher:
         state = _trained_state(model)
         load = on_first_process(lambda: self._publish(model, state))
         if load is None:
-            return
+            return False
         self.version = load["lora_name"]
         if not PartialState().is_main_process:
             self.servers.was_told(LOAD, load)
+        return True
 
     def _publish(self, model: PeftModel, state: dict[str, Tensor]) -> dict[str, Any] | None:
         """On the first process: saves and loads a new version, and drops the one before; returns the request that loads it."""

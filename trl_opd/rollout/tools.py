@@ -20,7 +20,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..batch import Completion, ToolUse
-from ..config import OnPolicyDistillationConfig
+from ..config import OnPolicyDistillationConfig, as_dict
 from .engine import RolloutEngine
 from .func import RolloutFunc
 
@@ -269,7 +269,7 @@ def make_tool_template(
     rollout_func: RolloutFunc | None,
     tokenizer: PreTrainedTokenizerBase,
     stop_ids: list[int],
-    chat_template_kwargs: dict[str, Any],
+    args: OnPolicyDistillationConfig,
 ) -> ToolTemplate | None:
     """None where there are no tools.
 
@@ -283,7 +283,7 @@ def make_tool_template(
             "tools and rollout_func are both given, but rollout_func is a loop of its own, which would have to run the calls. "
             "Leave out one of them."
         )
-    return ToolTemplate(tokenizer, tools, stop_ids, chat_template_kwargs)
+    return ToolTemplate(tokenizer, tools, stop_ids, as_dict(args.chat_template_kwargs))
 
 
 def _check_tools(tools: Sequence[Tool]) -> None:

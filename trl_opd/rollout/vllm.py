@@ -12,7 +12,7 @@ How this differs from asking a server as it is:
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
@@ -70,9 +70,10 @@ class VLLMEngine:
         """Publishes the adapter if it has changed; see `RolloutEngine`."""
         assert isinstance(model, PeftModel), "make_engine refuses a student without adapter"
         if self.max_gap is None:
-            ours_T = self._base_logps(model)
+            ours_T = self._probe_logps(model, None)
             self.max_gap = on_first_process(lambda: self._compare(ours_T))
-        self.publisher.publish(model)
+        if self.publisher.publish(model) and self.args.rollout_lag:
+            self._check_adapter(self._probe_logps(model, cast(str, model.active_adapter)), self.max_gap)
 
     def generate(
         self,
@@ -139,12 +140,33 @@ class VLLMEngine:
 
     # ---- The server's base and the student's
 
-    def _base_logps(self, model: PeftModel) -> Tensor:
-        """(T,) log-probs of the probe under the student without its adapter; under FSDP all processes must call this."""
+    def _probe_logps(self, model: PeftModel, adapter: str | None) -> Tensor:
+        """(T,) log-probs of the probe under the student with that adapter or none; under FSDP all processes must call this."""
         ids = Completion(self.probe_ids[1:], logps=[0.0] * len(self.probe_ids[1:]), stopped=False)
         probe = Rollout.build([self.probe_ids[:1]], [ids], [{}], pad_id=0, device=self.args.device)
-        base = AdapterTeacher(lambda: model, None, temperature=1.0, vocab_size=self.num_rows, batch_size=1)
+        base = AdapterTeacher(lambda: model, adapter, temperature=1.0, vocab_size=self.num_rows, batch_size=1)
         return base.score(probe)[0].cpu()
+
+    def _check_adapter(self, ours_T: Tensor, max_gap: float) -> None:
+        """Raises ValueError if a server scores the probe otherwise than the student; all processes must call this.
+
+        A rollout that was written a step ahead comes when the student has moved on, so that it cannot be compared itself.
+        """
+        version = cast(str, self.publisher.version)
+        request = scoring_request(version, self.probe_ids, 1.0)
+
+        def compare() -> None:
+            for _ in self.servers.urls:  # each replica has its turn
+                theirs = self.servers.ask(COMPLETIONS, request, lambda answer: prompt_logps(answer, self.probe_ids, 1))
+                gap = float((torch.tensor(theirs) - ours_T[1:]).abs().mean())
+                if not gap <= max_gap:
+                    raise ValueError(
+                        f"The adapter '{version}' was published, but a rollout server's log-probs of a probe text differ by "
+                        f"{gap:.4f} nats a token from those of the student as it is now; rounding explains {max_gap:.4f}. The "
+                        "adapter did not take effect there (see the server's log). The last checkpoint resumes."
+                    )
+
+        on_first_process(compare)
 
     def _compare(self, ours_T: Tensor) -> float:
         """The gap, in nats a token, up to which the servers' weights count as the trainer's: twice that of the bases.
