@@ -42,7 +42,7 @@ class Clock(TrainerCallback):
         self.ends.append(time.perf_counter())
 
 
-def run(server: str, lag: int, steps: int, teacher: Any, batch: int) -> tuple[float, dict[str, float]]:
+def run(server: str, lag: int, steps: int, teacher: Any, batch: int, length: int) -> tuple[float, dict[str, float]]:
     """Seconds of a step, and the means of what was logged."""
     model, tokenizer = load_smollm2()
     student = get_peft_model(model, LoraConfig(r=32, lora_alpha=64, target_modules=LINEAR, task_type="CAUSAL_LM"))
@@ -59,7 +59,7 @@ def run(server: str, lag: int, steps: int, teacher: Any, batch: int) -> tuple[fl
                 rollout_lag=lag,
                 max_steps=steps,
                 per_device_train_batch_size=batch,
-                max_completion_length=64,
+                max_completion_length=length,
                 learning_rate=1e-4,
                 activation_checkpointing=False,
                 logging_steps=1,
@@ -76,7 +76,7 @@ def run(server: str, lag: int, steps: int, teacher: Any, batch: int) -> tuple[fl
     seconds = [after - before for before, after in zip(clock.ends, clock.ends[1:], strict=False)]
     logs = [entry for entry in trainer.state.log_history if "loss" in entry][FIRST:]
     names = ("time/sync", "time/rollout", "time/teacher", "time/train", "teacher_kl", "ratio/ess", "rollout/staleness")
-    return median(seconds[FIRST - 1 :]), {name: median(entry[name] for entry in logs) for name in names}
+    return median(seconds[FIRST - 1 :]), {name: median(entry.get(name, 0.0) for entry in logs) for name in names}
 
 
 def main() -> None:
@@ -86,6 +86,7 @@ def main() -> None:
     options.add_argument("--pairs", type=int, default=5)
     options.add_argument("--steps", type=int, default=8)
     options.add_argument("--batch", type=int, default=16)
+    options.add_argument("--length", type=int, default=64)
     chosen = options.parse_args()
     for name in ("server", "in process"):
         ratios = []
@@ -93,7 +94,7 @@ def main() -> None:
             seconds = []
             for lag in (0, 1) if pair % 2 == 0 else (1, 0):
                 teacher = f"{chosen.server}#base" if name == "server" else load_smollm2()[0]
-                step, figures = run(chosen.server, lag, chosen.steps, teacher, chosen.batch)
+                step, figures = run(chosen.server, lag, chosen.steps, teacher, chosen.batch, chosen.length)
                 seconds.append((lag, step))
                 told = ", ".join(f"{key} {value:.3f}" for key, value in figures.items())
                 print(f"teacher {name}, rollout_lag={lag}: {step:.2f} s a step; {told}", flush=True)
