@@ -370,6 +370,17 @@ def test_a_model_that_is_not_understood_is_scored_by_its_own_logits(kind: str) -
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
 
 
+def test_a_model_that_was_scored_before_it_is_compiled() -> None:
+    """As where it is its own teacher: what is known of it holds for the call without compilation."""
+    model = make_model()
+    ids, mask, _ = wanted_case()
+    mask[:] = 1
+    expected = token_logps(model, ids, mask)
+    with pytest.warns(DistillationWarning, match="is compiled as a whole"):
+        found = token_logps(torch.compile(model, backend="eager"), ids, mask)
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("zero_head", [False, True])
 def test_a_cap_is_noticed_however_small_the_logits_are(zero_head: bool) -> None:
     """A head of zeros, or tiny: the cap changes nothing now, and much once the head is trained."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -277,6 +277,42 @@ def test_a_server_that_ignores_new_adapters_is_found_out(server: FakeVLLM, tmp_p
     with pytest.raises(ValueError, match=r"adapter '.*' was published, but .* differ by .* did not take effect"):
         trainer.train()
     assert trainer.state.global_step == 1
+
+
+def test_of_two_replicas_the_one_with_old_weights_is_found_out(server: FakeVLLM, tmp_path: Path) -> None:
+    """However requests are shared: the slow replica has had fewer, and would be asked first."""
+    server.faults.seconds = 0.05
+    with FakeVLLM(make_model(0)) as other:
+        other.faults.ignores_adapters = True
+        urls = [server.url, other.url]
+        trainer = make(tmp_path, server, vllm_server_base_url=urls, per_device_rollout_batch_size=2)
+        with pytest.raises(ValueError, match="did not take effect"):
+            trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_log_probs_that_came_with_a_fresh_rollout_are_compared(server: FakeVLLM, tmp_path: Path) -> None:
+    """As the first of each pass through the data is; a probe would not see what sampling does."""
+    server.faults.stale_prefix_cache = True
+    trainer = make(tmp_path, server, train_dataset=make_dataset(8), max_steps=6)
+    with pytest.raises(ValueError, match="came with the rollout differ"):
+        trainer.train()
+
+
+def test_update_kl_is_of_the_rollouts_own_updates(server: FakeVLLM, tmp_path: Path) -> None:
+    """Here only the first step has one."""
+
+    class OneUpdate(Recording):
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            for group in cast(Any, self.optimizer).param_groups if self.state.global_step else []:
+                group["lr"] = 0.0
+            return super().training_step(*args, **kwargs)
+
+    trainer = make(tmp_path, server, cls=OneUpdate, compute_post_kl=True, max_steps=3)
+    trainer.train()
+    first, second, third = logs(trainer)
+    assert first["update_kl/v2"] > 1e-4 and second["sampler_kl/v2"] > 1e-4
+    assert max(second["update_kl/v2"], third["update_kl/v2"]) < 1e-10
 
 
 def test_what_cannot_overlap_is_refused(server: FakeVLLM, tmp_path: Path) -> None:

@@ -82,6 +82,40 @@ def test_two_processes_train_as_one_with_rollouts_written_ahead(
         assert [entry["rollout/staleness"] for entry in result["logs"]] == [0, 1, 1, 1]
 
 
+def own_loop_loses(folder: str) -> str:
+    """What each process is told where the user's loop of one has lost its server."""
+
+    def loop(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        if trainer.state.global_step == 1 and trainer.accelerator.process_index == 0:
+            raise ServerError("the loop's server is lost.")
+        return {"prompt_ids": [[5, 6]] * len(prompts), "completion_ids": [[7, 8]] * len(prompts)}
+
+    trainer = make_trainer(Path(folder), peft_config=lora(), train_dataset=make_dataset(40), max_steps=3, rollout_func=loop)
+    with pytest.raises(ServerError) as raised:
+        trainer.train()
+    return str(raised.value)
+
+
+@WAYS
+def test_a_server_that_a_users_loop_lost_ends_all_processes(two: Processes, tmp_path: Path, how: str) -> None:
+    for told in two.run(how, own_loop_loses, str(tmp_path)):
+        assert "the loop's server is lost. The state after step 1 is saved" in told
+
+
+def trains_with_two_servers(folder: str, url: str, teachers: dict[str, str]) -> list[float]:
+    data = {name: make_dataset(20) for name in teachers}
+    more = {"train_dataset": data, "teacher_model": teachers, "rollout_lag": 1, "max_steps": 3}
+    return [entry["loss"] for entry in train(folder, url, **more)["logs"]]
+
+
+@WAYS
+def test_several_teachers_on_servers_score_ahead(two: Processes, server: FakeVLLM, tmp_path: Path, how: str) -> None:
+    with FakeVLLM(make_model(1)) as one, FakeVLLM(make_model(2)) as other:
+        teachers = {"x": one.url, "y": other.url}
+        losses = two.run(how, trains_with_two_servers, str(tmp_path), server.url, teachers)
+    assert losses[0] == losses[1] and len(losses[0]) == 3
+
+
 @WAYS
 def test_a_process_that_did_not_publish_publishes_again(two: Processes, server: FakeVLLM, tmp_path: Path, how: str) -> None:
     results = two.run(how, train, str(tmp_path), server.url, Losing)

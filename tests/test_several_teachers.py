@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from trl_opd import DistillationWarning
 from trl_opd.batch import Completion, Rollout
 from trl_opd.models import TEACHER_ADAPTER
+from trl_opd.servers import ServerError
 from trl_opd.teachers import AdapterTeacher, ModelTeacher, OffloadedTeacher, RoutedTeacher, teachers_of
 
 from .helpers import lora, losses, make_dataset, make_model, make_trainer, save_model, weights
@@ -118,6 +119,33 @@ def test_sharded_models_make_equally_many_passes_on_each_process() -> None:
     assert remote.asked == [], "a server takes part in no collective"
     expected_BT = teachers["y"].score(rollout)
     torch.testing.assert_close(scores_BT, expected_BT)
+
+
+def test_servers_alone_take_part_in_no_collective() -> None:
+    """One process, or another thread, may ask them while the others do something else."""
+
+    def most(own: list[int]) -> list[int]:
+        raise AssertionError("asked the other processes")
+
+    x, y = Constant(-1.0), Constant(-2.0)
+    RoutedTeacher({"x": x, "y": y}, batch_size=2, most=most).score(rollout_of("x", "y"))
+    assert x.asked == [["x"]] and y.asked == [["y"]]
+
+
+def test_servers_are_asked_last() -> None:
+    """If one is lost to this process, it has made the passes that the others wait for."""
+    passes: list[str] = []
+    model = make_model(1)
+    model.register_forward_hook(lambda *_: passes.append("model"))
+
+    class Lost(Constant):
+        def score(self, rollout: Rollout) -> Tensor:
+            raise ServerError("lost")
+
+    here = ModelTeacher(model, temperature=1.0, vocab_size=43, batch_size=2, context=16)
+    with pytest.raises(ServerError):
+        RoutedTeacher({"x": Lost(-1.0), "y": here}, batch_size=2).score(rollout_of("x", "y"))
+    assert passes
 
 
 # ---- Put together by the trainer

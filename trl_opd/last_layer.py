@@ -34,8 +34,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
 """What configurations call the number in each kind of rule. The probe decides, so that a name may mean something else, too."""
 PROBE_TOKENS = 8
 
-_RULES: weakref.WeakKeyDictionary[nn.Module, LogitRule | None] = weakref.WeakKeyDictionary()
-"""What was found out about a model; None: whole logits are needed."""
+_RULES: weakref.WeakKeyDictionary[nn.Module, dict[bool, LogitRule | None]] = weakref.WeakKeyDictionary()
+"""What was found out about a model, called as it is and called compiled; None: whole logits are needed."""
 
 
 def known_head(model: Any, ids_1L: Tensor) -> tuple[nn.Module, LogitRule] | None:
@@ -48,16 +48,17 @@ def known_head(model: Any, ids_1L: Tensor) -> tuple[nn.Module, LogitRule] | None
     if not isinstance(inner, PreTrainedModel):
         return None
     head = inner.get_output_embeddings()
-    if inner not in _RULES:
+    rules = _RULES.setdefault(inner, {})
+    if compiled not in rules:
         rule, reason = (None, "is compiled as a whole") if compiled else _probe(model, inner.config, head, ids_1L)
-        _RULES[inner] = rule
+        rules[compiled] = rule
         if rule is None:
             warn(
                 f"{type(inner).__name__} {reason}, so that log-probs are computed from all its logits at once. They are "
                 "right, but take about 12 bytes for each token of a micro-batch and each id of the vocabulary; lower "
                 "per_device_train_batch_size if memory is short."
             )
-    rule = _RULES[inner]
+    rule = rules[compiled]
     return None if head is None or rule is None else (head, rule)
 
 

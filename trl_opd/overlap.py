@@ -45,7 +45,7 @@ class Draft:
                 self._error = error
 
         self.sampled_at = sampled_at
-        # a daemon: a run that ends by an error does not wait for servers
+        # a daemon: a run that ends by an error waits for requests that are under way only
         self._thread = threading.Thread(target=work, name="rollout", daemon=True)
         self._thread.start()
 

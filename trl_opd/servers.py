@@ -113,6 +113,25 @@ class Servers:
             stop.set()
             executor.shutdown(wait=False, cancel_futures=True)
 
+    def ask_each(self, path: str, payload: Answer, read: Callable[[Answer], T]) -> list[T]:
+        """What `read` makes of the answer of every replica that does not rest; one try each, failures are left out.
+
+        Raises:
+            RequestRefused: If a replica says that the request is wrong.
+        """
+        found = []
+        for replica in self._replicas:
+            if replica.rests_until <= time.monotonic():
+                try:
+                    with replica.under_way():
+                        self._catch_up(replica)
+                        found.append(read_answer(replica.send("POST", path, payload), read))
+                except Failed:
+                    continue
+                except RequestRefused as refused:
+                    raise _refused(refused, path, "a probe") from None
+        return found
+
     def tell_each(self, path: str, payload: Answer, *, lasting: bool = False) -> None:
         """Sends the same request to every replica, as when an adapter is published; what they answer is not read.
 

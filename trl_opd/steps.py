@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
 from . import checks, processes, state
-from .batch import ScoredBatch
+from .batch import Rollout, ScoredBatch
 from .loss import count_items
 from .mixing import MixedSampler, NamedRows, make_mixture
 from .overlap import Draft, Written
@@ -41,6 +42,10 @@ class SteppingTrainer(SavingTrainer):
 
     def write_ahead(self, rows: list[dict[str, Any]]) -> Written:
         """Completions for `rows`, and what servers say of them, in another thread."""
+        raise NotImplementedError
+
+    def student_logps(self, sequences: Rollout | ScoredBatch) -> Tensor:
+        """(B, T) log-probs of the action tokens under the student as it is now, without gradient; 0 elsewhere."""
         raise NotImplementedError
 
     # ---- Steps
@@ -74,6 +79,8 @@ class SteppingTrainer(SavingTrainer):
         self.progress.sampled_at = draft.step if draft.sampled_at is None else draft.sampled_at
         micro_batches = self.scored_batch(draft.rows, *written).split([len(batch) for batch in draft.batches])
         self._updated = micro_batches if self.args.compute_post_kl else []
+        if self.args.rollout_lag:  # its updates begin later than the rollout
+            self._updated = [replace(batch, sampled_logps_BT=self.student_logps(batch)) for batch in self._updated]
         parts = [micro_batches[i : i + num_batches] for i in range(0, len(micro_batches), num_batches)]
         return [(part, self._count_items(part)) for part in parts]
 

@@ -204,7 +204,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
             rollout, teacher_logps_BT, rewards_BF = self.rollout_and_scores(rows, TRAIN, self.state.global_step)
         else:
             rollout, teacher_logps_BT, rewards_BF = self.scores(*written)
-        self._sampled_now = written is None
+        self._sampled_now = written is None or self.progress.sampled_at == self.state.global_step
         if self.state.global_step == 0:
             self.judge_first_rollout(rollout, teacher_logps_BT)
         reward_advantages_B = self._reward_advantages(rewards_BF).to(rollout.sampled_logps_BT)
@@ -255,7 +255,9 @@ class OnPolicyDistillationTrainer(DistillationLoop):
     def generate_rollout(self, rows: list[dict[str, Any]]) -> Rollout:
         """Lets the student write one completion for each row; rows of a group follow each other."""
         if self.rollout_func is not None:
-            return self._with_logps(self._rollout_of(*self._of_user(rows)))
+            with served():  # what follows waits for all processes
+                found = self._of_user(rows)
+            return self._with_logps(self._rollout_of(*found))
         seeds = [row.seed for row in rows if isinstance(row, Row) and row.seed is not None]
         whole = [self.prompt_encoder.encode(row) for row in rows]
         prompts = [self.prompt_encoder.truncate(prompt) for prompt in whole]

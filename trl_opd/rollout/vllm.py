@@ -156,8 +156,7 @@ class VLLMEngine:
         request = scoring_request(version, self.probe_ids, 1.0)
 
         def compare() -> None:
-            for _ in self.servers.urls:  # each replica has its turn
-                theirs = self.servers.ask(COMPLETIONS, request, lambda answer: prompt_logps(answer, self.probe_ids, 1))
+            for theirs in self.servers.ask_each(COMPLETIONS, request, lambda answer: prompt_logps(answer, self.probe_ids, 1)):
                 gap = float((torch.tensor(theirs) - ours_T[1:]).abs().mean())
                 if not gap <= max_gap:
                     raise ValueError(

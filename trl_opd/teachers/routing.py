@@ -33,7 +33,8 @@ class RoutedTeacher:
         teachers: By name; a teacher may have several names.
         batch_size: Sequences in a forward pass.
         most: The greatest of each number over the processes. Given if the models are sharded: then a forward pass is one of
-            all processes, also of those that have no row for it. All processes call it in each `score`.
+            all processes, also of those that have no row for it. All processes call it in each `score`, but where all
+            teachers are servers, which one process may ask alone.
     """
 
     def __init__(
@@ -53,7 +54,8 @@ class RoutedTeacher:
         """
         parts = list(self._parts(rollout))
         passes = [math.ceil(int(where_B.sum()) / self.batch_size) for _, where_B in parts]
-        most = passes if self.most is None else self.most(passes)
+        in_process = any(isinstance(teacher, InProcessTeacher) for teacher in self.teachers.values())
+        most = self.most(passes) if self.most is not None and in_process else passes
         scores_BT = rollout.sampled_logps_BT.new_zeros(rollout.ids_BT.shape)
         for (teacher, where_B), own, all_make in zip(parts, passes, most, strict=True):
             part = rollout[where_B]
@@ -79,13 +81,16 @@ class RoutedTeacher:
         return {name: torch.tensor([own == name for own in names], device=rollout.ids_BT.device) for name in self.teachers}
 
     def _parts(self, rollout: Rollout) -> Iterable[tuple[Teacher, Tensor]]:
-        """Each teacher once, however many names it has, with its rows; in the same order on all processes."""
+        """Each teacher once, however many names it has, with its rows; in the same order on all processes.
+
+        Servers come last: if one is lost to this process, it has made the passes that others wait for.
+        """
         parts: dict[int, tuple[Teacher, Tensor]] = {}
         for name, where_B in self.rows_of(rollout).items():
             teacher = self.teachers[name]
             before = parts.get(id(teacher))
             parts[id(teacher)] = (teacher, where_B if before is None else before[1] | where_B)
-        return parts.values()
+        return sorted(parts.values(), key=lambda part: not isinstance(part[0], InProcessTeacher))
 
 
 def make_teachers(
