@@ -11,7 +11,7 @@ import time
 import urllib.request
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,8 @@ def stop_server(url: str) -> None:
     host, port = url.removeprefix("http://").split(":")
     with pytest.raises(ConnectionRefusedError):
         while True:
-            socket.create_connection((host, int(port)), timeout=5).close()
+            with suppress(ConnectionResetError):  # while it closes
+                socket.create_connection((host, int(port)), timeout=5).close()
             time.sleep(0.01)
 
 
