@@ -54,6 +54,9 @@ class DistillationLoop(SteppingTrainer):
         self._start_anew()
 
     def _start_anew(self) -> None:
+        if self._ahead is not None:
+            self._ahead.wait()
+        self._ahead = None
         self.metrics = Metrics()
         self.progress = state.Progress()
         self._records: list[dict[str, Any]] = []  # of the last rollout, for log_completions
@@ -72,7 +75,6 @@ class DistillationLoop(SteppingTrainer):
             ServerError: If a server was lost for good. What was trained until then is saved as a checkpoint.
         """
         self._start_anew()
-        self._drop_ahead()
         try:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         except ServerError as error:

@@ -68,16 +68,16 @@ class SteppingTrainer(SavingTrainer):
         self._ahead = None
         if draft is None:
             return []
-        written: list[Written] = []
+        written = None
         if self.args.rollout_lag:
             self._begin(draft)
             with self.metrics.timed("rollout"), processes.served():
-                written.append(draft.written())
+                written = draft.written()
             steps = math.ceil(len(draft.batches) / num_batches)
             self._ahead = self._draft(epoch_iterator, num_batches, draft.step + steps)
             self._begin(self._ahead)
         self.progress.sampled_at = draft.step if draft.sampled_at is None else draft.sampled_at
-        micro_batches = self.scored_batch(draft.rows, *written).split([len(batch) for batch in draft.batches])
+        micro_batches = self.scored_batch(draft.rows, written).split([len(batch) for batch in draft.batches])
         self._updated = micro_batches if self.args.compute_post_kl else []
         if self.args.rollout_lag:  # its updates begin later than the rollout
             self._updated = [replace(batch, sampled_logps_BT=self.student_logps(batch)) for batch in self._updated]
@@ -109,11 +109,6 @@ class SteppingTrainer(SavingTrainer):
                 with processes.served():  # no process has a request open that names the weights before
                     self._ahead.wait()
             self.engine.sync(self.student())
-
-    def _drop_ahead(self) -> None:
-        if self._ahead is not None:
-            self._ahead.wait()
-        self._ahead = None
 
     def _count_items(self, micro_batches: list[ScoredBatch]) -> Tensor:
         counts = [count_items(batch.mask_BT, self.args.loss_reduction) for batch in micro_batches]

@@ -12,6 +12,7 @@ How this differs from asking a server as it is:
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -144,8 +145,13 @@ class VLLMEngine:
         """(T,) log-probs of the probe under the student with that adapter or none; under FSDP all processes must call this."""
         ids = Completion(self.probe_ids[1:], logps=[0.0] * len(self.probe_ids[1:]), stopped=False)
         probe = Rollout.build([self.probe_ids[:1]], [ids], [{}], pad_id=0, device=self.args.device)
-        base = AdapterTeacher(lambda: model, adapter, temperature=1.0, vocab_size=self.num_rows, batch_size=1)
-        return base.score(probe)[0].cpu()
+        scorer = AdapterTeacher(lambda: model, adapter, temperature=1.0, vocab_size=self.num_rows, batch_size=1)
+        return scorer.score(probe)[0].cpu()
+
+    def _gap(self, ours_T: Tensor, answer: dict[str, Any]) -> float:
+        """Nats a token by which a server's log-probs of the probe, in its answer, differ from ours in the mean."""
+        theirs_T = torch.tensor(prompt_logps(answer, self.probe_ids, 1))
+        return float((theirs_T - ours_T[1:]).abs().mean())
 
     def _check_adapter(self, ours_T: Tensor, max_gap: float) -> None:
         """Raises ValueError if a server scores the probe otherwise than the student; all processes must call this.
@@ -156,8 +162,7 @@ class VLLMEngine:
         request = scoring_request(version, self.probe_ids, 1.0)
 
         def compare() -> None:
-            for theirs in self.servers.ask_each(COMPLETIONS, request, lambda answer: prompt_logps(answer, self.probe_ids, 1)):
-                gap = float((torch.tensor(theirs) - ours_T[1:]).abs().mean())
+            for gap in self.servers.ask_each(COMPLETIONS, request, partial(self._gap, ours_T)):
                 if not gap <= max_gap:
                     raise ValueError(
                         f"The adapter '{version}' was published, but a rollout server's log-probs of a probe text differ by "
@@ -176,8 +181,7 @@ class VLLMEngine:
         gaps, request = [], scoring_request(self.base, self.probe_ids, 1.0)
         for url in self.servers.urls:
             server = Servers([url], timeout=self.servers.timeout)
-            theirs = server.ask(COMPLETIONS, request, lambda answer: prompt_logps(answer, self.probe_ids, 1))
-            gaps.append(float((torch.tensor(theirs) - ours_T[1:]).abs().mean()))
+            gaps.append(server.ask(COMPLETIONS, request, partial(self._gap, ours_T)))
             if not gaps[-1] < DIFFERENT_BASE:
                 raise ValueError(
                     f"The model '{self.base}' on {url} is not the student's base: its log-probs of a probe text differ by "
