@@ -280,6 +280,14 @@ class FakeVLLM:
         return f"token_id:{token}" if payload.get("return_tokens_as_token_ids") else str(self.tokenizer.decode([token]))
 
 
+def requests_ended() -> None:
+    """Returns once no thread has a request under way. A server that comes back would load adapters for one, which draws from
+    torch's generator while the test makes its next model."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("servers"):
+            thread.join(timeout=10)
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True

@@ -15,7 +15,7 @@ from torch import Tensor
 from trl_opd import OnPolicyDistillationTrainer, Rollout, ScoredBatch
 from trl_opd.servers import ServerError
 
-from .fake_vllm import FakeVLLM
+from .fake_vllm import FakeVLLM, requests_ended
 from .helpers import lora, losses, make_config, make_dataset, make_model, make_trainer
 from .test_errors import assert_error
 from .test_tools import tool_trainer
@@ -231,19 +231,20 @@ def test_with_tools(tmp_path: Path) -> None:
 
 def test_a_lost_server_stops_the_run_with_a_checkpoint_that_resumes(server: FakeVLLM, tmp_path: Path) -> None:
     class Losing(Recording):
-        lose = True
+        rollouts_left = 3
 
         def generate_rollout(self, rows: list[dict[str, Any]]) -> Rollout:
-            if self.lose and self.state.global_step == 2:
+            self.rollouts_left -= 1
+            if self.rollouts_left == -1:
                 self.server.stop()
             return super().generate_rollout(rows)
 
     trainer = make(tmp_path, server, cls=Losing, vllm_server_timeout=1.0)
     with pytest.raises(ServerError, match="state after step 3 is saved"):
         trainer.train()
+    requests_ended()
     server.start()
-    again = make(tmp_path, server, cls=Losing)
-    again.lose = False
+    again = make(tmp_path, server)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert [entry["rollout/staleness"] for entry in logs(again)] == [0, 1, 1, 0, 1], "the rollout on the way is written anew"
     strict = make(tmp_path / "strict", server, rollout_lag=0)
@@ -261,8 +262,11 @@ def test_a_rollout_that_was_half_used_resumes_with_its_staleness(server: FakeVLL
 
 def test_an_error_of_the_other_thread_ends_the_run(server: FakeVLLM, tmp_path: Path) -> None:
     class Failing(Recording):
+        rollouts_left = 2
+
         def generate_rollout(self, rows: list[dict[str, Any]]) -> Rollout:
-            if self.state.global_step == 2:
+            self.rollouts_left -= 1
+            if self.rollouts_left == -1:
                 raise LookupError("no such row")
             return super().generate_rollout(rows)
 

@@ -18,7 +18,7 @@ from trl_opd.rollout import VLLMEngine
 from trl_opd.rollout.publisher import AdapterPublisher
 from trl_opd.servers import BadAnswer, ServerError, Servers
 
-from .fake_vllm import FakeVLLM
+from .fake_vllm import FakeVLLM, requests_ended
 from .helpers import lora, losses, make_config, make_dataset, make_model, make_trainer, save_model, weights
 
 LOAD, UNLOAD, COMPLETIONS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/completions"
@@ -294,6 +294,7 @@ def test_a_server_that_is_lost_ends_the_run_with_a_checkpoint(server: FakeVLLM, 
     trainer = vllm_trainer(tmp_path / "cut", server, cls=Killing, max_steps=4, vllm_server_timeout=1.0)
     with pytest.raises(ServerError, match=rf"{server.url}.*checkpoint-2"):
         trainer.train()
+    requests_ended()
     server.start()
     resumed = vllm_trainer(tmp_path / "cut", server, max_steps=4)
     resumed.train(resume_from_checkpoint=str(tmp_path / "cut/checkpoint-2"))
