@@ -144,14 +144,14 @@ def test_padding_on_either_side(ids: list[list[int]], mask: list[list[int]]) -> 
 
 
 def test_rows_stand_flush_left_in_the_forward_pass() -> None:
-    """The model sees no column that is padding in every row, and each row begins at position 0."""
+    """No column is padding in every row, each begins at position 0; one without a score is left out."""
     table = Table(LOGITS)
     ids = torch.tensor([[2, 2, 2, 0, 1], [2, 1, 1, 2, 2], [0, 1, 0, 2, 2]])
     mask = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 0, 0, 0], [1, 1, 1, 0, 0]])
     token_logps(table, ids, mask)
     ((seen_ids, seen_mask),) = table.seen
-    assert seen_mask.tolist() == [[1, 1, 0], [1, 0, 0], [1, 1, 1]]
-    assert [row[:length] for row, length in zip(seen_ids.tolist(), [2, 1, 3], strict=True)] == [[0, 1], [1], [0, 1, 0]]
+    assert seen_mask.tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert [row[:length] for row, length in zip(seen_ids.tolist(), [2, 3], strict=True)] == [[0, 1], [0, 1, 0]]
 
 
 @pytest.mark.parametrize(

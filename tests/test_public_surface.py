@@ -79,6 +79,8 @@ CONFIG_FIELDS: dict[str, Any] = {
     # rewards
     "reward_weights": None,
     "scale_rewards": "none",
+    # speed
+    "max_tokens_per_micro_batch": None,
     # logging
     "log_completions": False,
 }

@@ -54,7 +54,7 @@ class Constant:
 def test_each_row_is_scored_by_its_own_teacher_and_in_its_place() -> None:
     x, y = Constant(-1.0), Constant(-2.0)
     rollout = rollout_of(*X_AND_Y)
-    scores_BT = RoutedTeacher({"x": x, "y": y}, batch_size=4).score(rollout)
+    scores_BT = RoutedTeacher({"x": x, "y": y}).score(rollout)
     first_ids = [5 + 7 * row for row in range(5)]
     expected = [number + first / 100 for number, first in zip([-1.0, -2.0, -2.0, -1.0, -2.0], first_ids, strict=True)]
     assert scores_BT[:, 0].tolist() == pytest.approx(expected)
@@ -66,7 +66,7 @@ def test_scores_are_those_of_each_row_alone(own_prompts: bool) -> None:
     """By hand, row by row, without padding, after the teachers' own prompts where there are any."""
     models = {"x": make_model(1), "y": make_model(2)}
     scoring: dict[str, Any] = {"temperature": 1.0, "vocab_size": 43, "batch_size": 2}
-    teacher = RoutedTeacher({name: ModelTeacher(m, **scoring) for name, m in models.items()}, batch_size=2)
+    teacher = RoutedTeacher({name: ModelTeacher(m, **scoring) for name, m in models.items()})
     rollout = rollout_of(*X_AND_Y, own_prompts=own_prompts)
     scores_BT = teacher.score(rollout)
     for i, name in enumerate(X_AND_Y):
@@ -80,7 +80,7 @@ def test_scores_are_those_of_each_row_alone(own_prompts: bool) -> None:
 
 
 def test_a_name_that_is_no_teachers_is_told() -> None:
-    teacher = RoutedTeacher({"x": Constant(-1.0)}, batch_size=4)
+    teacher = RoutedTeacher({"x": Constant(-1.0)})
     assert_error(lambda: teacher.score(rollout_of("x", "z")), "['z']", "['x']")
 
 
@@ -89,12 +89,12 @@ def test_scores_of_another_shape_are_told() -> None:
         def score(self, rollout: Rollout) -> Tensor:
             return super().score(rollout)[:, 1:]
 
-    teacher = RoutedTeacher({"x": Short(-1.0), "y": Constant(-1.0)}, batch_size=4)
+    teacher = RoutedTeacher({"x": Short(-1.0), "y": Constant(-1.0)})
     assert_error(lambda: teacher.score(rollout_of("y", "x")), "A teacher's scores of its rows", "(1, ")
 
 
 def test_sharded_models_make_equally_many_passes_on_each_process() -> None:
-    """This process has three rows of y (two passes) and none of x; others need three passes of x and one of y."""
+    """This process has rows of y and none of x, of which others have some: it makes a pass of x with a stub."""
     passes: list[int] = []
     asked: list[list[int]] = []
 
@@ -105,17 +105,17 @@ def test_sharded_models_make_equally_many_passes_on_each_process() -> None:
 
     def most(own: list[int]) -> list[int]:
         asked.append(own)
-        return [3, 2]
+        return [1, 1]
 
     scoring: dict[str, Any] = {"temperature": 1.0, "vocab_size": 43, "batch_size": 2, "context": 16}
     teachers = {name: ModelTeacher(model(name), **scoring) for name in ("x", "y")}
     remote = Constant(-1.0)
-    teacher = RoutedTeacher({**teachers, "z": remote}, batch_size=2, most=lambda own: [*most(own[:2]), 4])
+    teacher = RoutedTeacher({**teachers, "z": remote}, most=lambda own: [*most(own[:2]), 1])
     rollout = rollout_of("y", "y", "y")
     teacher.score(rollout)  # the first passes of a model look at its head
     passes.clear()
     scores_BT = teacher.score(rollout)
-    assert asked == [[0, 2]] * 2 and passes == [0, 0, 0, 1, 1]
+    assert asked == [[0, 1]] * 2 and passes == [0, 1, 1]
     assert remote.asked == [], "a server takes part in no collective"
     expected_BT = teachers["y"].score(rollout)
     torch.testing.assert_close(scores_BT, expected_BT)
@@ -128,7 +128,7 @@ def test_servers_alone_take_part_in_no_collective() -> None:
         raise AssertionError("asked the other processes")
 
     x, y = Constant(-1.0), Constant(-2.0)
-    RoutedTeacher({"x": x, "y": y}, batch_size=2, most=most).score(rollout_of("x", "y"))
+    RoutedTeacher({"x": x, "y": y}, most=most).score(rollout_of("x", "y"))
     assert x.asked == [["x"]] and y.asked == [["y"]]
 
 
@@ -144,7 +144,7 @@ def test_servers_are_asked_last() -> None:
 
     here = ModelTeacher(model, temperature=1.0, vocab_size=43, batch_size=2, context=16)
     with pytest.raises(ServerError):
-        RoutedTeacher({"x": Lost(-1.0), "y": here}, batch_size=2).score(rollout_of("x", "y"))
+        RoutedTeacher({"x": Lost(-1.0), "y": here}).score(rollout_of("x", "y"))
     assert passes
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -159,8 +160,8 @@ class Rollout:
         lists = {name: tuple(value[i] for i in kept) for name in names if (value := getattr(self, name)) is not None}
         return replace(self, **tensors, **lists)
 
-    def with_stubs(self, count: int) -> Rollout:
-        """The same sequences and, after them, `count` of two tokens that no one needs: the shortest a model can score."""
+    def with_stub(self) -> Rollout:
+        """The same sequences and, after them, one of two tokens that no one needs: the shortest a model can score."""
         completion = Completion(ids=[0], logps=[0.0], stopped=False)
         stub = Rollout.build([[0]], [completion], [Filler()], pad_id=0, device=self.ids_BT.device)
         tensors: dict[str, Tensor] = {}
@@ -168,14 +169,14 @@ class Rollout:
             if isinstance(value := getattr(self, name), Tensor):
                 row = value.new_zeros(1, *value.shape[1:])
                 row[..., : 2 if value.dim() == 2 else None] = getattr(stub, name)
-                tensors[name] = torch.cat([value, *[row] * count])
-        prompts = None if self.teacher_prompts is None else (*self.teacher_prompts, *[[0]] * count)
-        return replace(self, **tensors, rows=(*self.rows, *stub.rows * count), teacher_prompts=prompts)
+                tensors[name] = torch.cat([value, row])
+        prompts = None if self.teacher_prompts is None else (*self.teacher_prompts, [0])
+        return replace(self, **tensors, rows=(*self.rows, *stub.rows), teacher_prompts=prompts)
 
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """A rollout, or a part of it, with all that training needs: tensors only, computed once, not changed after."""
+    """A rollout, or a part of it, with all that training needs: computed once, not changed after."""
 
     ids_BT: Tensor
     attention_mask_BT: Tensor
@@ -184,6 +185,8 @@ class ScoredBatch:
     teacher_logps_BT: Tensor
     reward_advantages_B: Tensor
     advantages_BT: Tensor
+    row_sizes: tuple[int, ...] = ()
+    """How many consecutive sequences share each row of the forward pass; empty until that is planned."""
 
     def __len__(self) -> int:
         return len(self.ids_BT)
@@ -203,25 +206,41 @@ class ScoredBatch:
             advantages_BT=advantages_BT,
         )
 
+    def part(self, rows: Sequence[Sequence[int]]) -> ScoredBatch:
+        """The sequences of these rows, as `plan_passes` gives them, cut to the longest; without any, one that adds nothing."""
+        sizes, numbers = tuple(len(members) for members in rows), [number for members in rows for number in members]
+        part = self._where(torch.tensor(numbers or [0], device=self.ids_BT.device))
+        return replace(part, row_sizes=sizes) if numbers else replace(part, mask_BT=torch.zeros_like(part.mask_BT))
+
+    def _where(self, numbers_N: Tensor) -> ScoredBatch:
+        width = int(self.attention_mask_BT[numbers_N].sum(dim=1).max())
+        tensors: dict[str, Any] = {name: tensor[numbers_N] for name, tensor in self._tensors().items()}
+        return ScoredBatch(**{name: t[:, :width] if t.dim() == 2 else t for name, t in tensors.items()})
+
+    @property
+    def rows(self) -> list[range] | None:
+        """Numbers of the sequences in each row of the forward pass, if it was planned."""
+        ends = list(accumulate(self.row_sizes))
+        return [range(end - size, end) for size, end in zip(self.row_sizes, ends, strict=True)] or None
+
     def split(self, sizes: Sequence[int]) -> list[ScoredBatch]:
         """Consecutive parts of `sizes` rows, each cut to its own longest row."""
         assert sum(sizes) == len(self), f"parts of {sum(sizes)} rows out of {len(self)}"
-        parts, start = [], 0
-        for size in sizes:
-            width = int(self.attention_mask_BT[start : start + size].sum(dim=1).max())
-            tensors = {f.name: getattr(self, f.name)[start : start + size] for f in fields(self)}
-            parts.append(ScoredBatch(**{name: t[:, :width] if t.dim() == 2 else t for name, t in tensors.items()}))
-            start += size
-        return parts
+        ends, numbers_B = list(accumulate(sizes)), torch.arange(len(self), device=self.ids_BT.device)
+        return [self._where(numbers_B[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
 
     def state_dict(self) -> dict[str, Tensor]:
         """The tensors by name, for a checkpoint."""
-        return {f.name: getattr(self, f.name).cpu() for f in fields(self)}
+        return {name: tensor.cpu() for name, tensor in self._tensors().items()}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Tensor], device: torch.device) -> ScoredBatch:
         """The inverse of `state_dict`."""
-        return cls(**{name: tensor.to(device) for name, tensor in state.items()})
+        tensors: dict[str, Any] = {name: tensor.to(device) for name, tensor in state.items()}
+        return cls(**tensors)
 
 
 def pad_right(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -261,6 +261,15 @@ class OnPolicyDistillationConfig(TrainingArguments):
         ),
     )
 
+    # Speed
+    max_tokens_per_micro_batch: int | None = field(
+        default=None,
+        metadata=_help(
+            "Most tokens, padding included, of a forward and backward pass: a micro-batch of more is trained on in parts. "
+            "Unset: per_device_train_batch_size times its longest sequence."
+        ),
+    )
+
     # Logging
     log_completions: bool = field(
         default=False,

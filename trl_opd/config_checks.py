@@ -23,7 +23,7 @@ def check_values(args: Any) -> None:
         raise ValueError(f"vllm_server_timeout is {args.vllm_server_timeout} s; it must be > 0 (240 is the default).")
     counts = ("num_generations", "max_completion_length", "num_substeps", "teacher_sync_steps")
     optional = ("max_prompt_length", "per_device_rollout_batch_size", "max_tool_calling_iterations")
-    for name in (*counts, *optional):
+    for name in (*counts, *optional, "max_tokens_per_micro_batch"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1.")

@@ -2,9 +2,9 @@
 
 The head stays where it is called, inside the forward pass of the wrapped model: what DDP, FSDP, autocast and hooks do around
 it holds. Meanwhile its `forward` is another, which sees the hidden states, scores the wanted tokens in chunks (`heads.py`),
-keeps what it found on the side and returns zeros of shape (B, L, 1) for the model to scale, cap and convert.
+keeps what it found on the side and returns zeros of shape (R, L, 1) for the model to scale, cap and convert.
 
-Shapes: B sequences, L tokens, N tokens to score, H hidden, V vocabulary.
+Shapes: R rows, L tokens, N tokens to score, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from accelerate.utils import is_compiled_module
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .checks import warn
 from .heads import LogitRule, Policy, score_hidden, score_linear, zeros_after
-from .models import eval_mode, without_peft
+from .layout import Layout
+from .models import eval_mode, unwrapped
 
 FIELDS: dict[str, tuple[str, ...]] = {
     "times": ("logit_scale", "lm_head_multiplier", "output_multiplier", "logits_scaling", "output_multiplier_scale"),
@@ -44,7 +43,7 @@ def known_head(model: Any, ids_1L: Tensor) -> tuple[nn.Module, LogitRule] | None
     At the first call for a model, these few tokens pass through it without gradient (on every process, where there are
     several), to compare its logits with what its head returned.
     """
-    inner, compiled = _unwrapped(model)
+    inner, compiled = unwrapped(model)
     if not isinstance(inner, PreTrainedModel):
         return None
     head = inner.get_output_embeddings()
@@ -63,48 +62,33 @@ def known_head(model: Any, ids_1L: Tensor) -> tuple[nn.Module, LogitRule] | None
 
 
 @contextmanager
-def scoring(
-    head: nn.Module, ids_BL: Tensor, wanted_BL: Tensor, policy: Policy, *, entropy: bool
-) -> Iterator[list[tuple[Tensor, Tensor]]]:
+def scoring(head: nn.Module, layout: Layout, policy: Policy, *, entropy: bool) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Inside, `head` scores tokens in place of giving logits: once called, log-probs and entropies (N,) are in the list.
 
     Args:
-        head: Of the model that is called inside, once, on the tokens `ids_BL`.
-        ids_BL: Token ids.
-        wanted_BL: True at the N tokens to score, in the order of rows; the first column is not looked at.
+        head: Of the model that is called inside, once, on the tokens of `layout`.
+        layout: Which tokens to score, and after which.
         policy: What the head's output stands for.
         entropy: Whether to compute it.
     """
     own_forward = head.forward
     linear = "forward" not in vars(head) and isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
-    before_BL, ids_N = wanted_BL[:, 1:], ids_BL[:, 1:][wanted_BL[:, 1:]]
+    shape, ids_N = layout.ids_RL.shape, layout.targets_N
     found: list[tuple[Tensor, Tensor]] = []
 
-    def forward(hidden_BLH: Tensor) -> Tensor:
-        assert hidden_BLH.shape[:-1] == ids_BL.shape, (
-            f"{tuple(hidden_BLH.shape)} hidden states for {tuple(ids_BL.shape)} tokens"
-        )
-        hidden_NH = hidden_BLH[:, :-1][before_BL]
+    def forward(hidden_RLH: Tensor) -> Tensor:
+        assert hidden_RLH.shape[:-1] == shape, f"{tuple(hidden_RLH.shape)} hidden states for {tuple(shape)} tokens"
+        hidden_NH = hidden_RLH[layout.sources]
         if linear and type(weight := cast(nn.Linear, head).weight) in (Tensor, nn.Parameter):
             scores = score_linear(hidden_NH, ids_N, weight, cast(nn.Linear, head).bias, policy, entropy=entropy)
         else:
             scores = score_hidden(hidden_NH, ids_N, own_forward, policy, entropy=entropy)
         found.append(scores)
-        return zeros_after(scores[0], (*ids_BL.shape, 1), hidden_BLH.dtype)
+        return zeros_after(scores[0], (*shape, 1), hidden_RLH.dtype)
 
     with _forward_of(head, forward):
         yield found
     assert len(found) == 1, f"the head was called {len(found)} times in a forward pass"
-
-
-def _unwrapped(model: Any) -> tuple[Any, bool]:
-    """The transformers model inside what training wraps it in, and whether it is compiled as a whole."""
-    compiled = False
-    while isinstance(model, DistributedDataParallel) or is_compiled_module(model):
-        compiled = compiled or is_compiled_module(model)
-        model = model._orig_mod if is_compiled_module(model) else model.module
-    inner = without_peft(model)
-    return inner, compiled or any(module._compiled_call_impl is not None for module in (model, inner))
 
 
 @torch.no_grad()

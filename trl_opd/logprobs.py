@@ -1,11 +1,10 @@
-"""Log-probabilities of given tokens under a causal language model: the only place that shifts by one.
+"""Log-probabilities of given tokens under a causal language model: what shifts by one is `layout.py`.
 
-Shapes: B sequences, T tokens, L tokens of the longest row without its padding, N tokens to score, V vocabulary.
+Shapes: B sequences, T tokens, N tokens to score, V vocabulary.
 
 How this differs from the usual code:
-1. Rows are moved flush left before the forward pass and their values moved back after it. A causal model then gives every
-   row the values it gives that row alone, whatever its positions are (rotary, learned, ALiBi, a recurrent state), since
-   padding comes after all that is scored.
+1. Sequences stand in the rows of a forward pass as `layout.py` says: flush left, what a group has in common once. Their
+   values are moved back after it.
 2. Log-softmax is taken in fp32 (or in float64 for a float64 model), also under bf16 autocast.
 3. The policy is the softmax over the tokenizer's ids. The rows a checkpoint pads its vocabulary with (Qwen2.5-0.5B has
    151,936 for 151,665 ids) are cut off here, as they are when sampling, so that models padded differently agree on it.
@@ -13,14 +12,18 @@ How this differs from the usual code:
    head is known (`last_layer.py`); of any other model its own logits are used.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from .heads import Policy, score_logits
 from .last_layer import PROBE_TOKENS, known_head, scoring
+from .layout import Layout, pass_limit, plan_passes
+from .processes import evened
+from .prompt_sharing import prompt_sharing
 
 
 def token_logps(
@@ -47,7 +50,8 @@ def token_logps(
         get 0.
     """
     policy = Policy(temperature, vocab_size)
-    return _score(model, _FlushLeft.of(input_ids, attention_mask, wanted_mask), policy, entropy=False)[0]
+    layout = Layout.of(input_ids, attention_mask, wanted_mask, prompt_sharing(model))
+    return _score(model, layout, policy, entropy=False)[0]
 
 
 @torch.no_grad()
@@ -60,12 +64,21 @@ def score_in_batches(
     temperature: float,
     vocab_size: int,
     batch_size: int,
+    max_tokens: int | None = None,
 ) -> Tensor:
-    """`token_logps` without gradient, `batch_size` sequences at a time: (B, T)."""
+    """`token_logps` without gradient, in several forward passes: (B, T).
+
+    A pass has at most `max_tokens` tokens, by default those of `batch_size` times the longest sequence. Of a model that is
+    spread over processes it is one of all of them: each makes as many as any.
+    """
     wanted_mask = attention_mask if wanted_mask is None else wanted_mask
-    settings: dict[str, Any] = {"temperature": temperature, "vocab_size": vocab_size}
-    parts = (tensor.split(batch_size) for tensor in (input_ids, attention_mask, wanted_mask))
-    return torch.cat([token_logps(model, i, m, wanted_mask=w, **settings) for i, m, w in zip(*parts, strict=True)])
+    limit = pass_limit(attention_mask, batch_size, max_tokens)
+    policy, sharing = Policy(temperature, vocab_size), prompt_sharing(model)
+    scores_BT: Tensor | float = 0.0
+    for rows in evened(plan_passes(input_ids, attention_mask, wanted_mask, sharing, limit), model):
+        layout = Layout.of(input_ids, attention_mask, wanted_mask if rows else torch.zeros_like(wanted_mask), sharing, rows)
+        scores_BT = scores_BT + _score(model, layout, policy, entropy=False)[0]  # 0 where the pass scores nothing
+    return cast(Tensor, scores_BT)
 
 
 def score_tokens(
@@ -76,10 +89,15 @@ def score_tokens(
     *,
     temperature: float = 1.0,
     vocab_size: int | None = None,
+    rows: Sequence[Sequence[int]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`token_logps` and, without gradient, the entropy (nats) of the distribution each token was drawn from: two (B, T)."""
+    """`token_logps` and, without gradient, the entropy (nats) of the distribution each token was drawn from: two (B, T).
+
+    `rows` are those of `plan_passes`, by default what costs least.
+    """
     policy = Policy(temperature, vocab_size)
-    return _score(model, _FlushLeft.of(input_ids, attention_mask, wanted_mask), policy, entropy=True)
+    layout = Layout.of(input_ids, attention_mask, wanted_mask, prompt_sharing(model), rows)
+    return _score(model, layout, policy, entropy=True)
 
 
 @torch.no_grad()
@@ -94,59 +112,26 @@ def top_tokens(
     policy = Policy(temperature, vocab_size)
     found_ids, found_logps = [], []
     for ids_1T, mask_1T in zip(input_ids.split(1), attention_mask.split(1), strict=True):
-        rows = _FlushLeft.of(ids_1T, mask_1T, None)
-        logits_NV = policy.logits(rows.called(model)[:, :-1][rows.wanted_BL[:, 1:]])
+        layout = Layout.of(ids_1T, mask_1T)
+        logits_NV = policy.logits(model(**layout.inputs()).logits[layout.sources])
         top_NK = logits_NV.topk(k)
         logps_NK = top_NK.values - logits_NV.logsumexp(dim=-1, keepdim=True)
         for found, values_NK in ((found_ids, top_NK.indices), (found_logps, logps_NK)):
-            found.append(torch.stack([rows.moved_back(values_N) for values_N in values_NK.unbind(-1)], dim=-1))
+            found.append(torch.stack([layout.moved_back(values_N) for values_N in values_NK.unbind(-1)], dim=-1))
     return torch.cat(found_ids), torch.cat(found_logps)
 
 
-@dataclass(frozen=True)
-class _FlushLeft:
-    """Rows moved to the left edge; what is found out about their tokens comes back in the shape of the input."""
-
-    ids_BL: Tensor
-    mask_BL: Tensor
-    """0 on padding, in the type of the caller's."""
-    wanted_BL: Tensor
-    """True on the N tokens to score; never on a row's first."""
-    positions_BL: Tensor
-    """Where each token stands in the input."""
-    width: int
-
-    @classmethod
-    def of(cls, ids_BT: Tensor, attention_mask_BT: Tensor, wanted_BT: Tensor | None) -> "_FlushLeft":
-        real_BT = attention_mask_BT.bool()
-        order_BL = torch.argsort(~real_BT, dim=1, stable=True)[:, : int(real_BT.sum(dim=1).max())]
-        wanted_BL = (real_BT if wanted_BT is None else real_BT & wanted_BT.bool()).gather(1, order_BL)
-        wanted_BL[:, :1] = False
-        return cls(ids_BT.gather(1, order_BL), attention_mask_BT.gather(1, order_BL), wanted_BL, order_BL, ids_BT.shape[1])
-
-    def called(self, model: nn.Module | Any) -> Tensor:
-        """The model's logits, (B, L, V)."""
-        return model(input_ids=self.ids_BL, attention_mask=self.mask_BL, use_cache=False).logits
-
-    def moved_back(self, values_N: Tensor) -> Tensor:
-        """(B, T): the values of the wanted tokens at their places, 0 elsewhere."""
-        rows_N, columns_N = self.wanted_BL.nonzero(as_tuple=True)
-        values_BT = values_N.new_zeros(len(self.ids_BL), self.width)
-        return values_BT.index_put((rows_N, self.positions_BL[rows_N, columns_N]), values_N)
-
-
-def _score(model: nn.Module | Any, rows: _FlushLeft, policy: Policy, *, entropy: bool) -> tuple[Tensor, Tensor]:
+def _score(model: nn.Module | Any, layout: Layout, policy: Policy, *, entropy: bool) -> tuple[Tensor, Tensor]:
     """Log-probs and, if asked for, entropies: (B, T). From here on, what belongs to a token stands at that token's place."""
-    known = known_head(model, rows.ids_BL[:1, :PROBE_TOKENS])
+    known = known_head(model, layout.ids_RL[:1, :PROBE_TOKENS])
     if known is None:
-        wanted_BL = rows.wanted_BL[:, 1:]
-        logits_NV = rows.called(model)[:, :-1][wanted_BL]
-        scores = score_logits(logits_NV, rows.ids_BL[:, 1:][wanted_BL], policy, entropy=entropy)
-        logps_BT, entropy_BT = (rows.moved_back(values_N) for values_N in scores)
+        logits_NV = model(**layout.inputs()).logits[layout.sources]
+        scores = score_logits(logits_NV, layout.targets_N, policy, entropy=entropy)
+        logps_BT, entropy_BT = (layout.moved_back(values_N) for values_N in scores)
         return logps_BT, entropy_BT
     head, rule = known
-    with scoring(head, rows.ids_BL, rows.wanted_BL, replace(policy, rule=rule), entropy=entropy) as found:
-        zeros_BL1 = rows.called(model)
-    logps_BT, entropy_BT = (rows.moved_back(values_N) for values_N in found[0])
+    with scoring(head, layout, replace(policy, rule=rule), entropy=entropy) as found:
+        zeros_RL1 = model(**layout.inputs()).logits
+    logps_BT, entropy_BT = (layout.moved_back(values_N) for values_N in found[0])
     # FSDP and DDP prepare for the backward pass at the gradient of the model's output: there must be one
-    return logps_BT + zeros_BL1.sum().to(logps_BT.dtype), entropy_BT
+    return logps_BT + zeros_RL1.sum().to(logps_BT.dtype), entropy_BT

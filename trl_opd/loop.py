@@ -101,6 +101,7 @@ class DistillationLoop(SteppingTrainer):
                 temperature=self.args.temperature,
                 vocab_size=self.vocab_size,
                 batch_size=self.args.per_device_train_batch_size,
+                max_tokens=self.args.max_tokens_per_micro_batch,
             )
 
     def _with_logps(self, rollout: Rollout) -> Rollout:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import PartialState, init_empty_weights
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, is_compiled_module
 from peft import (
     PeftConfig,
     PeftModel,
@@ -20,6 +20,7 @@ from peft import (
 )
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import is_fsdp_enabled
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -167,6 +168,16 @@ def is_adapter(name: str) -> bool:
 def without_peft(model: Any) -> Any:
     """The transformers model inside a PeftModel, its adapters in place; any other model as it is."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def unwrapped(model: Any) -> tuple[Any, bool]:
+    """The transformers model inside what training wraps it in, and whether it is compiled as a whole."""
+    compiled = False
+    while isinstance(model, DistributedDataParallel) or is_compiled_module(model):
+        compiled = compiled or is_compiled_module(model)
+        model = model._orig_mod if is_compiled_module(model) else model.module
+    inner = without_peft(model)
+    return inner, compiled or any(module._compiled_call_impl is not None for module in (model, inner))
 
 
 def base_name(model: PreTrainedModel | PeftModel) -> str:

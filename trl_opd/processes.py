@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.nn.parallel import DistributedDataParallel
 
 from . import checks
 from .models import is_quantized, without_peft
@@ -115,6 +116,12 @@ def shard(model: nn.Module, accelerator: Accelerator) -> nn.Module:
 def greatest(numbers: list[int]) -> list[int]:
     """The greatest of each number over the processes, each of which must call this."""
     return [max(column) for column in zip(*gather_object([numbers]), strict=True)]
+
+
+def evened(passes: list[list[T]], model: nn.Module | Any) -> list[list[T]]:
+    """The passes of this process and, if one of `model` is a pass of all processes, empty ones up to the most that any has."""
+    spread = isinstance(model, nn.Module) and any(isinstance(m, FSDPModule | DistributedDataParallel) for m in model.modules())
+    return passes + [[]] * (greatest([len(passes)])[0] - len(passes)) if spread else passes
 
 
 @contextmanager

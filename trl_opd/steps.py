@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any, cast
@@ -12,13 +13,16 @@ import datasets
 import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Sampler
 
 from . import checks, processes, state
 from .batch import Rollout, ScoredBatch
+from .layout import pass_limit, plan_passes
 from .loss import count_items
 from .mixing import MixedSampler, NamedRows, make_mixture
 from .overlap import Draft, Written
+from .prompt_sharing import prompt_sharing
 from .rollout import RolloutEngine
 from .rows import FilledStream, RowSampler, SampledRows, Shares, with_seeds
 from .saving import SavingTrainer
@@ -153,6 +157,20 @@ class SteppingTrainer(SavingTrainer):
         return Shares(self.accelerator.num_processes, self.args.per_device_eval_batch_size)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Trainer's, timed."""
+        """Trainer's, timed, in as many parts as make little padding; all processes make the same number."""
         with self.metrics.timed("train"):
-            return super().training_step(model, inputs, num_items_in_batch)
+            losses = []
+            parts: list[Any] = self._parts(model, inputs) if isinstance(inputs, ScoredBatch) else [inputs]
+            for number, part in enumerate(parts, start=1):
+                # FSDP reduces the gradients of each part: without, it would hold whole ones on each process
+                alone = isinstance(model, DistributedDataParallel) and number < len(parts)
+                with cast(DistributedDataParallel, model).no_sync() if alone else nullcontext():
+                    losses.append(super().training_step(model, part, num_items_in_batch))
+            return torch.stack(losses).sum()
+
+    def _parts(self, model: nn.Module, batch: ScoredBatch) -> list[ScoredBatch]:
+        """Of a micro-batch, the rows for each forward and backward pass."""
+        tokens = batch.ids_BT, batch.attention_mask_BT, batch.mask_BT
+        limit = pass_limit(batch.attention_mask_BT, len(batch), self.args.max_tokens_per_micro_batch)
+        passes = plan_passes(*tokens, prompt_sharing(model), limit)
+        return [batch.part(rows) for rows in processes.evened(passes, model)]

@@ -182,7 +182,8 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         batch = inputs if isinstance(inputs, ScoredBatch) else self.scored_batch(inputs)
 
         tokens = batch.ids_BT, batch.attention_mask_BT, batch.mask_BT
-        logps_BT, entropy_BT = score_tokens(model, *tokens, temperature=self.args.temperature, vocab_size=self.vocab_size)
+        settings: dict[str, Any] = {"temperature": self.args.temperature, "vocab_size": self.vocab_size}
+        logps_BT, entropy_BT = score_tokens(model, *tokens, rows=batch.rows, **settings)
         if self._sampled_now:
             self.compare_engine(logps_BT.detach(), batch)
         if self.args.kl_logps == "current":

@@ -18,21 +18,53 @@ class InProcessTeacher:
     Args:
         temperature: That of the rollouts: student and teacher are compared at the same one.
         vocab_size: Number of ids the policies range over.
-        batch_size: Sequences in a forward pass.
+        batch_size: Sequences in a forward pass, as long as the longest; of shorter ones it may be more.
+        max_tokens: Tokens in a forward pass, in place of that.
         context: Most tokens the model can read; None for any number.
     """
 
-    def __init__(self, *, temperature: float, vocab_size: int, batch_size: int, context: int | None = None) -> None:
-        self.temperature, self.vocab_size, self.batch_size, self.context = temperature, vocab_size, batch_size, context
+    def __init__(
+        self,
+        *,
+        temperature: float,
+        vocab_size: int,
+        batch_size: int,
+        max_tokens: int | None = None,
+        context: int | None = None,
+    ) -> None:
+        self.temperature, self.vocab_size, self.context = temperature, vocab_size, context
+        self.batch_size, self.max_tokens = batch_size, max_tokens
 
     def scoring_model(self) -> AbstractContextManager[nn.Module | Any]:
         """Inside, the model to call; afterwards all is as before, also after an error."""
         raise NotImplementedError
 
     def score(self, rollout: Rollout) -> Tensor:
-        """(B, T) nats; see `Teacher`."""
+        """(B, T) log-probs of completions, read after the teacher's own prompts where it has them; see `Teacher`.
+
+        Raises:
+            ValueError: If a row is longer than `context`; scores beyond it would be noise.
+        """
+        ids, attention_mask, completion_mask = _teacher_view(rollout)
+        longest = int(attention_mask.sum(dim=1).max())
+        if self.context is not None and longest > self.context:
+            raise ValueError(
+                f"The teacher would have to read {longest} tokens (prompt and completion), but its context is {self.context}. "
+                "Shorten the teacher's prompts, or lower max_prompt_length or max_completion_length; if it can read more, set "
+                "config.max_position_embeddings."
+            )
         with self.scoring_model() as model:
-            return score_rollout(model, rollout, self.temperature, self.vocab_size, self.batch_size, self.context)
+            scores = score_in_batches(
+                model,
+                ids,
+                attention_mask,
+                completion_mask,
+                temperature=self.temperature,
+                vocab_size=self.vocab_size,
+                batch_size=self.batch_size,
+                max_tokens=self.max_tokens,
+            )
+        return _student_view(scores, rollout)
 
     def top(self, rollout: Rollout, k: int) -> tuple[Tensor, Tensor]:
         """What the teacher would rather have written: two (B, T, k), ids and nats, likeliest first; 0 off the completions."""
@@ -41,28 +73,6 @@ class InProcessTeacher:
             parts = top_tokens(model, ids, attention_mask, k, temperature=self.temperature, vocab_size=self.vocab_size)
         top_ids, top_logps = (torch.stack([_student_view(c, rollout) for c in part.unbind(-1)], dim=-1) for part in parts)
         return top_ids, top_logps
-
-
-def score_rollout(
-    model: nn.Module | Any, rollout: Rollout, temperature: float, vocab_size: int, batch_size: int, context: int | None
-) -> Tensor:
-    """(B, T) log-probs of a rollout's completions under `model`, read after its teacher prompts where it has them; else 0.
-
-    Raises:
-        ValueError: If a row is longer than `context`; scores beyond it would be noise.
-    """
-    ids, attention_mask, completion_mask = _teacher_view(rollout)
-    longest = int(attention_mask.sum(dim=1).max())
-    if context is not None and longest > context:
-        raise ValueError(
-            f"The teacher would have to read {longest} tokens (prompt and completion), but its context is {context}. Shorten "
-            "the teacher's prompts, or lower max_prompt_length or max_completion_length; if it can read more, set "
-            "config.max_position_embeddings."
-        )
-    scores = score_in_batches(
-        model, ids, attention_mask, completion_mask, temperature=temperature, vocab_size=vocab_size, batch_size=batch_size
-    )
-    return _student_view(scores, rollout)
 
 
 def _teacher_view(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:

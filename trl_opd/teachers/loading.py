@@ -72,6 +72,7 @@ def make_teacher(
         "temperature": args.temperature,
         "vocab_size": policy_vocab_size(tokenizer),
         "batch_size": args.per_device_train_batch_size,
+        "max_tokens": args.max_tokens_per_micro_batch,
     }
     if teacher == "self":
         return make_self_teacher(student, args, context=context_length(student()), **scoring)

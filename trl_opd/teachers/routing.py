@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
@@ -31,7 +30,6 @@ class RoutedTeacher:
 
     Args:
         teachers: By name; a teacher may have several names.
-        batch_size: Sequences in a forward pass.
         most: The greatest of each number over the processes. Given if the models are sharded: then a forward pass is one of
             all processes, also of those that have no row for it. All processes call it in each `score`, but where all
             teachers are servers, which one process may ask alone.
@@ -41,10 +39,9 @@ class RoutedTeacher:
         self,
         teachers: Mapping[str, Teacher],
         *,
-        batch_size: int,
         most: Callable[[list[int]], list[int]] | None = None,
     ) -> None:
-        self.teachers, self.batch_size, self.most = dict(teachers), batch_size, most
+        self.teachers, self.most = dict(teachers), most
 
     def score(self, rollout: Rollout) -> Tensor:
         """(B, T) nats; see `Teacher`.
@@ -53,16 +50,14 @@ class RoutedTeacher:
             ValueError: If a row names no teacher, or scores do not belong to the rows they were made for.
         """
         parts = list(self._parts(rollout))
-        passes = [math.ceil(int(where_B.sum()) / self.batch_size) for _, where_B in parts]
+        asked_here = [int(where_B.any()) for _, where_B in parts]
         in_process = any(isinstance(teacher, InProcessTeacher) for teacher in self.teachers.values())
-        most = self.most(passes) if self.most is not None and in_process else passes
+        asked_anywhere = self.most(asked_here) if self.most is not None and in_process else asked_here
         scores_BT = rollout.sampled_logps_BT.new_zeros(rollout.ids_BT.shape)
-        for (teacher, where_B), own, all_make in zip(parts, passes, most, strict=True):
+        for (teacher, where_B), here, anywhere in zip(parts, asked_here, asked_anywhere, strict=True):
             part = rollout[where_B]
-            asked = part
-            if own < all_make and isinstance(teacher, InProcessTeacher):
-                # in one call, since some teachers gather the weights of the outermost layers once a call
-                asked = part.with_stubs((all_make - 1) * self.batch_size + 1 - len(part))
+            stub = anywhere > here and isinstance(teacher, InProcessTeacher)
+            asked = part.with_stub() if stub else part
             if len(asked):
                 found_BT = teacher.score(asked)
                 check_shape("A teacher's scores of its rows", found_BT, asked.ids_BT)
@@ -134,7 +129,7 @@ def make_teachers(
         by_name[name] = made[key]
     _check_used(list(made.values()), args)
     if isinstance(given, dict):
-        return RoutedTeacher(by_name, batch_size=args.per_device_train_batch_size, most=most)
+        return RoutedTeacher(by_name, most=most)
     return by_name[""]
 
 
