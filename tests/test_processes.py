@@ -141,6 +141,17 @@ def test_five_steps_from_fixed_completions_train_the_same_weights(two: Processes
 
 @WAYS
 @KINDS
+def test_micro_batches_in_parts_train_the_same_weights(two: Processes, tmp_path: Path, how: str, kind: str) -> None:
+    """Parts of at most twelve tokens, of which the processes have different numbers; some rows have no action token at all."""
+    settings: dict[str, Any] = {"max_steps": 3, "learning_rate": 1e-3, "batch": 8, "num_generations": 2}
+    settings |= {"max_tokens_per_micro_batch": 12, "mask_truncated_completions": True}
+    one, several = both(two, how, tmp_path, Given, kind, **settings)
+    assert_same_weights(one, several)
+    assert_same_figures(one, several)
+
+
+@WAYS
+@KINDS
 def test_sampled_completions_are_those_of_one_process(two: Processes, tmp_path: Path, how: str, kind: str) -> None:
     """Row by row the same prompts and ids, so the same weights; rows end at different lengths on each process."""
     one, several = both(two, how, tmp_path, Recording, kind, max_steps=5, learning_rate=1e-3, max_completion_length=12)
