@@ -73,10 +73,10 @@ def score_logits(logits_NV: Tensor, ids_N: Tensor, policy: Policy, *, entropy: b
     entropy_N = torch.zeros_like(lse_N.detach())
     if entropy:
         with torch.no_grad():
-            for rows in _chunks(len(ids_N), logits_NV.shape[-1], CHUNK_ELEMENTS):
+            for rows in chunks(len(ids_N), logits_NV.shape[-1], CHUNK_ELEMENTS):
                 logps_CV = logits_NV[rows] - lse_N[rows, None]
                 # exp(-inf) * -inf is NaN where a logit is -inf; such a token adds nothing
-                entropy_N[rows] = -_row_dots(logps_CV.exp(), logps_CV.clamp_(min=torch.finfo(logps_CV.dtype).min))
+                entropy_N[rows] = -row_dots(logps_CV.exp(), logps_CV.clamp_(min=torch.finfo(logps_CV.dtype).min))
     return logps_N, entropy_N
 
 
@@ -106,7 +106,7 @@ def score_hidden(
     with torch.no_grad():
         num_rows = head(hidden_NH[:0]).shape[-1]
     parts: list[Any] = []
-    for rows in _chunks(
+    for rows in chunks(
         len(ids_N), num_rows, chunk_elements, at_least_one=True
     ):  # so that no parameter of the head is left without gradient
         inputs = hidden_NH[rows], ids_N[rows]
@@ -155,12 +155,12 @@ class _LinearLogps(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         policy = settings.policy
         trained = settings.differentiable and any(ctx.needs_input_grad[1:3])
-        head = _Head.computing(weight_VH, bias_V, policy, _compute_dtype(weight_VH))
+        head = LinearHead.computing(weight_VH, bias_V, policy, compute_dtype(weight_VH))
         logps_N, lse_N, entropy_N = (hidden_NH.new_zeros(len(ids_N), dtype=head.precise) for _ in range(3))
         slopes_NH = torch.empty_like(hidden_NH) if settings.differentiable and not trained else None
         kept: list[tuple[Tensor, float]] = []  # the first chunk's, one less to compute again
         with head.as_written(hidden_NH):
-            for rows in _chunks(len(ids_N), len(head.weight), settings.chunk_elements):
+            for rows in chunks(len(ids_N), len(head.weight), settings.chunk_elements):
                 logits_CV, slope = head.logits(hidden_NH[rows])
                 largest_C1 = logits_CV.amax(dim=-1, keepdim=True)
                 chosen_C = logits_CV.gather(-1, ids_N[rows, None]).squeeze(-1)
@@ -170,7 +170,7 @@ class _LinearLogps(torch.autograd.Function):
                 logps_N[rows] = chosen_C - lse_N[rows]
                 if settings.entropy:
                     logits_CV.clamp_(min=torch.finfo(logits_CV.dtype).min)  # as in `score_logits`
-                    entropy_N[rows] = sums_C.log() - _row_dots(probs_CV, logits_CV) / sums_C
+                    entropy_N[rows] = sums_C.log() - row_dots(probs_CV, logits_CV) / sums_C
                 del logits_CV
                 if trained and rows.start == 0 and not isinstance(slope, Tensor):
                     kept.append((probs_CV.div_(sums_C[:, None]), slope))
@@ -194,13 +194,13 @@ class _LinearLogps(torch.autograd.Function):
         hidden_NH, weight_VH, bias_V, ids_N, lse_N = ctx.saved_tensors
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         settings = ctx.settings
-        head = _Head.computing(weight_VH, bias_V, settings.policy, ctx.compute_dtype)
+        head = LinearHead.computing(weight_VH, bias_V, settings.policy, ctx.compute_dtype)
         hidden_grad = torch.empty_like(hidden_NH) if for_hidden else None
         weight_grad = torch.zeros_like(weight_VH, dtype=head.precise) if for_weight else None
         bias_grad = torch.zeros_like(bias_V, dtype=head.precise) if for_bias else None
         size = len(head.weight)
         with head.as_written(hidden_NH):
-            for rows in _chunks(len(ids_N), size, settings.chunk_elements):
+            for rows in chunks(len(ids_N), size, settings.chunk_elements):
                 if rows.start == 0 and ctx.kept:
                     probs_CV, slope = ctx.kept.pop()  # to be overwritten: another backward pass computes it again
                 else:
@@ -214,7 +214,7 @@ class _LinearLogps(torch.autograd.Function):
                 if hidden_grad is not None:
                     hidden_grad[rows] = (rounded_CV @ head.weight).to(hidden_NH.dtype)
                 if weight_grad is not None:
-                    _add_product_(weight_grad[:size], slopes_CV, rounded_CV, hidden_NH[rows].to(head.weight.dtype))
+                    add_product_(weight_grad[:size], slopes_CV, rounded_CV, hidden_NH[rows].to(head.weight.dtype))
                 del probs_CV, slopes_CV, rounded_CV  # before the next chunk is made
         grads = [
             None if grad is None else grad.to(tensor.dtype)
@@ -224,7 +224,7 @@ class _LinearLogps(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Head:
+class LinearHead:
     """The rows of a linear head that the policy ranges over, in the precision they are multiplied in."""
 
     weight: Tensor
@@ -234,7 +234,7 @@ class _Head:
     """Of all that follows the logits."""
 
     @classmethod
-    def computing(cls, weight_VH: Tensor, bias_V: Tensor | None, policy: Policy, dtype: torch.dtype) -> _Head:
+    def computing(cls, weight_VH: Tensor, bias_V: Tensor | None, policy: Policy, dtype: torch.dtype) -> LinearHead:
         rows = slice(policy.vocab_size)
         bias = None if bias_V is None else bias_V[rows].to(dtype)
         return cls(weight_VH[rows].to(dtype), bias, policy, torch.promote_types(dtype, torch.float32))
@@ -271,14 +271,14 @@ def zeros_after(values: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> T
     return zeros
 
 
-def _compute_dtype(weight: Tensor) -> torch.dtype:
+def compute_dtype(weight: Tensor) -> torch.dtype:
     """What `nn.Linear` would multiply in here: autocast leaves float64 alone."""
     device = weight.device.type
     autocast = torch.is_autocast_enabled(device) and weight.dtype != torch.float64
     return torch.get_autocast_dtype(device) if autocast else weight.dtype
 
 
-def _chunks(num_tokens: int, num_rows: int, elements: int, *, at_least_one: bool = False) -> Iterator[slice]:
+def chunks(num_tokens: int, num_rows: int, elements: int, *, at_least_one: bool = False) -> Iterator[slice]:
     size = max(1, elements // max(1, num_rows))
     for start in range(0, max(num_tokens, at_least_one), size):
         yield slice(start, start + size)
@@ -291,7 +291,7 @@ def _slopes_(probs_CV: Tensor, ids_C: Tensor, slope: Tensor | float) -> Tensor:
     return slopes_CV.mul_(slope)
 
 
-def _add_product_(total_VH: Tensor, slopes_CV: Tensor, rounded_CV: Tensor, hidden_CH: Tensor) -> None:
+def add_product_(total_VH: Tensor, slopes_CV: Tensor, rounded_CV: Tensor, hidden_CH: Tensor) -> None:
     """Adds slopes^T hidden without rounding it first: small terms would be lost, chunk after chunk."""
     if hidden_CH.is_cuda and hidden_CH.dtype in (torch.bfloat16, torch.float16):
         torch.addmm(total_VH, rounded_CV.T, hidden_CH, out_dtype=torch.float32, out=total_VH)
@@ -299,6 +299,6 @@ def _add_product_(total_VH: Tensor, slopes_CV: Tensor, rounded_CV: Tensor, hidde
         total_VH.addmm_(slopes_CV.T, hidden_CH.to(total_VH.dtype))
 
 
-def _row_dots(one_NV: Tensor, other_NV: Tensor) -> Tensor:
+def row_dots(one_NV: Tensor, other_NV: Tensor) -> Tensor:
     """(N,) sums of products, without the products."""
     return torch.bmm(one_NV[:, None, :], other_NV[:, :, None]).flatten()
