@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .divergence import Compared, Divergence, compare_
-from .heads import CHUNK_ELEMENTS, LinearHead, Policy, add_product_, chunks, compute_dtype
+from .heads import CHUNK_ELEMENTS, Head, LinearHead, Policy, add_product_, chunks, compute_dtype
 
 Scores = tuple[Tensor, Tensor, Tensor]
 """(N,) each: log-prob of the id, entropy (without gradient), divergence."""
@@ -91,6 +91,13 @@ class Comparison:
         teacher_CV = self.teacher[rows].logits().to(logits_CV.dtype)
         wanted: dict[str, bool] = {"entropy": self.entropy, "logp_slopes": self.policy_gradient}
         return compare_(logits_CV, teacher_CV, ids_C, self.divergence, **wanted)
+
+
+def compare_head(hidden_NH: Tensor, ids_N: Tensor, head: Head, policy: Policy, comparison: Comparison) -> Scores:
+    """`compare_logits` of what the head returns, in chunks."""
+    if head.weight is None:
+        return compare_hidden(hidden_NH, ids_N, head.function, policy, comparison)
+    return compare_linear(hidden_NH, ids_N, head.weight, head.bias, policy, comparison)
 
 
 def compare_logits(logits_NV: Tensor, ids_N: Tensor, policy: Policy, comparison: Comparison) -> Scores:

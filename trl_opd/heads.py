@@ -65,6 +65,22 @@ class Policy:
         return logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
 
 
+@dataclass(frozen=True)
+class Head:
+    """How hidden states become logits: by a function of each and, if that is linear, by what weights."""
+
+    function: Callable[[Tensor], Tensor]
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def score_head(hidden_NH: Tensor, ids_N: Tensor, head: Head, policy: Policy, *, entropy: bool) -> tuple[Tensor, Tensor]:
+    """`score_logits` of what the head returns, in chunks."""
+    if head.weight is None:
+        return score_hidden(hidden_NH, ids_N, head.function, policy, entropy=entropy)
+    return score_linear(hidden_NH, ids_N, head.weight, head.bias, policy, entropy=entropy)
+
+
 def score_logits(logits_NV: Tensor, ids_N: Tensor, policy: Policy, *, entropy: bool) -> tuple[Tensor, Tensor]:
     """Log-prob of each id, differentiable, and the entropy of each row (zeros unless asked for), from a head's output."""
     logits_NV = policy.logits(logits_NV)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .checks import warn
-from .heads import LogitRule, Policy, score_hidden, score_linear, zeros_after
+from .heads import Head, LogitRule, zeros_after
 from .layout import Layout
 from .models import eval_mode, unwrapped
 
@@ -62,33 +62,37 @@ def known_head(model: Any, ids_1L: Tensor) -> tuple[nn.Module, LogitRule] | None
 
 
 @contextmanager
-def scoring(head: nn.Module, layout: Layout, policy: Policy, *, entropy: bool) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Inside, `head` scores tokens in place of giving logits: once called, log-probs and entropies (N,) are in the list.
+def scoring(
+    head: nn.Module, layout: Layout, score: Callable[[Tensor, Tensor, Head], tuple[Tensor, ...]]
+) -> Iterator[list[tuple[Tensor, ...]]]:
+    """Inside, `head` scores tokens in place of giving logits: once called, what `score` found is in the list.
 
     Args:
         head: Of the model that is called inside, once, on the tokens of `layout`.
-        layout: Which tokens to score, and after which.
-        policy: What the head's output stands for.
-        entropy: Whether to compute it.
+        layout: Which N tokens to score, and after which.
+        score: Given the (N, H) hidden states before them, their ids and the head, it returns values (N,) of one backward pass.
     """
-    own_forward = head.forward
-    linear = "forward" not in vars(head) and isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
-    shape, ids_N = layout.ids_RL.shape, layout.targets_N
-    found: list[tuple[Tensor, Tensor]] = []
+    own_forward, shape = head.forward, layout.ids_RL.shape
+    linear = "forward" not in vars(head) and is_linear(head)
+    found: list[tuple[Tensor, ...]] = []
 
     def forward(hidden_RLH: Tensor) -> Tensor:
         assert hidden_RLH.shape[:-1] == shape, f"{tuple(hidden_RLH.shape)} hidden states for {tuple(shape)} tokens"
-        hidden_NH = hidden_RLH[layout.sources]
+        own = Head(own_forward)
         if linear and type(weight := cast(nn.Linear, head).weight) in (Tensor, nn.Parameter):
-            scores = score_linear(hidden_NH, ids_N, weight, cast(nn.Linear, head).bias, policy, entropy=entropy)
-        else:
-            scores = score_hidden(hidden_NH, ids_N, own_forward, policy, entropy=entropy)
-        found.append(scores)
-        return zeros_after(scores[0], (*shape, 1), hidden_RLH.dtype)
+            own = Head(own_forward, weight, cast(nn.Linear, head).bias)
+        found.append(score(hidden_RLH[layout.sources], layout.targets_N, own))
+        last = next((values_N for values_N in found[0] if values_N.requires_grad), found[0][0])
+        return zeros_after(last, (*shape, 1), hidden_RLH.dtype)
 
     with _forward_of(head, forward):
         yield found
     assert len(found) == 1, f"the head was called {len(found)} times in a forward pass"
+
+
+def is_linear(head: nn.Module) -> bool:
+    """Whether it multiplies by its weight, and no more."""
+    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
 
 
 @torch.no_grad()

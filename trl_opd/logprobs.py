@@ -13,17 +13,17 @@ How this differs from the usual code:
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from .heads import Policy, score_logits
+from .heads import Policy
 from .last_layer import PROBE_TOKENS, known_head, scoring
 from .layout import Layout, pass_limit, plan_passes
 from .processes import evened
 from .prompt_sharing import prompt_sharing
+from .scorers import LogProbs, Scorer
 
 
 def token_logps(
@@ -51,7 +51,7 @@ def token_logps(
     """
     policy = Policy(temperature, vocab_size)
     layout = Layout.of(input_ids, attention_mask, wanted_mask, prompt_sharing(model))
-    return _score(model, layout, policy, entropy=False)[0]
+    return score(model, layout, LogProbs(policy))[0]
 
 
 @torch.no_grad()
@@ -77,7 +77,7 @@ def score_in_batches(
     scores_BT: Tensor | float = 0.0
     for rows in evened(plan_passes(input_ids, attention_mask, wanted_mask, sharing, limit), model):
         layout = Layout.of(input_ids, attention_mask, wanted_mask if rows else torch.zeros_like(wanted_mask), sharing, rows)
-        scores_BT = scores_BT + _score(model, layout, policy, entropy=False)[0]  # 0 where the pass scores nothing
+        scores_BT = scores_BT + score(model, layout, LogProbs(policy))[0]  # 0 where the pass scores nothing
     return cast(Tensor, scores_BT)
 
 
@@ -97,7 +97,8 @@ def score_tokens(
     """
     policy = Policy(temperature, vocab_size)
     layout = Layout.of(input_ids, attention_mask, wanted_mask, prompt_sharing(model), rows)
-    return _score(model, layout, policy, entropy=True)
+    logps_BT, entropy_BT = score(model, layout, LogProbs(policy, entropy=True))
+    return logps_BT, entropy_BT
 
 
 @torch.no_grad()
@@ -121,17 +122,16 @@ def top_tokens(
     return torch.cat(found_ids), torch.cat(found_logps)
 
 
-def _score(model: nn.Module | Any, layout: Layout, policy: Policy, *, entropy: bool) -> tuple[Tensor, Tensor]:
-    """Log-probs and, if asked for, entropies: (B, T). From here on, what belongs to a token stands at that token's place."""
+def score(model: nn.Module | Any, layout: Layout, scorer: Scorer) -> tuple[Tensor, ...]:
+    """What `scorer` finds, (B, T) each: from here on, what belongs to a token stands at that token's place."""
     known = known_head(model, layout.ids_RL[:1, :PROBE_TOKENS])
     if known is None:
         logits_NV = model(**layout.inputs()).logits[layout.sources]
-        scores = score_logits(logits_NV, layout.targets_N, policy, entropy=entropy)
-        logps_BT, entropy_BT = (layout.moved_back(values_N) for values_N in scores)
-        return logps_BT, entropy_BT
+        return tuple(layout.moved_back(values_N) for values_N in scorer.of_logits(logits_NV, layout.targets_N))
     head, rule = known
-    with scoring(head, layout, replace(policy, rule=rule), entropy=entropy) as found:
+    with scoring(head, layout, scorer.under(rule).of_hidden) as found:
         zeros_RL1 = model(**layout.inputs()).logits
-    logps_BT, entropy_BT = (layout.moved_back(values_N) for values_N in found[0])
     # FSDP and DDP prepare for the backward pass at the gradient of the model's output: there must be one
-    return logps_BT + zeros_RL1.sum().to(logps_BT.dtype), entropy_BT
+    touched = zeros_RL1.sum()
+    values = [layout.moved_back(values_N) for values_N in found[0]]
+    return tuple(v_BT + touched.to(v_BT.dtype) if v_BT.requires_grad or v_BT is values[0] else v_BT for v_BT in values)
