@@ -8,31 +8,17 @@ import torch
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from .config_checks import check_batch, check_teacher_settings, check_unsupported, check_values
+from .config_checks import (
+    check_batch,
+    check_dispatch,
+    check_objective,
+    check_teacher_settings,
+    check_unsupported,
+    check_values,
+)
+from .divergence import DIRECTIONS, GRANULARITIES, Divergence
 from .loss import REDUCTIONS
 
-OBJECTIVE = [
-    "loss_fn",
-    "loss_fn_config",
-    "loss_reduction",
-    "kl_penalty_coef",
-    "kl_discount_factor",
-    "kl_clip",
-    "kl_logps",
-    "num_substeps",
-    "prompts_per_step",
-    "teacher_ema",
-    "teacher_sync_steps",
-    "num_generations",
-    "max_completion_length",
-    "temperature",
-    "learning_rate",
-    "lr_scheduler_type",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "world_size",
-    "seed",
-]
 ENGINES = ("transformers", "vllm")
 DICTS = ("model_init_kwargs", "teacher_model_init_kwargs", "chat_template_kwargs", "loss_fn_config", "prompts_per_step")
 
@@ -232,6 +218,26 @@ class OnPolicyDistillationConfig(TrainingArguments):
             choices=["sampled", "current"],
         ),
     )
+    kl_granularity: str = field(
+        default="sampled",
+        metadata=_help(
+            "The KL of a token: 'sampled' (by its id alone, an advantage), or, of lower variance, a loss over all next tokens: "
+            "'full', or 'topk' (the student's kl_top_k likeliest and a bucket for the rest). For teachers in the process.",
+            choices=list(GRANULARITIES),
+        ),
+    )
+    kl_top_k: int = field(default=Divergence.top_k, metadata=_help("Ids of kl_granularity 'topk' beside the rest."))
+    kl_direction: str = field(
+        default="reverse",
+        metadata=_help(
+            "Divergence of kl_granularity 'topk' and 'full': 'reverse' KL(student, teacher), 'forward' or 'jsd' (see beta).",
+            choices=list(DIRECTIONS),
+        ),
+    )
+    beta: float | None = field(
+        default=None,
+        metadata=_help("Of kl_direction 'jsd', 0.5 if unset: near 0 it is like 'forward', near 1 like 'reverse', as in TRL."),
+    )
     loss_fn: str = field(
         default="importance_sampling", metadata=_help("importance_sampling, ppo, cispo or dro; see `policy_loss`.")
     )
@@ -290,13 +296,11 @@ class OnPolicyDistillationConfig(TrainingArguments):
         accelerator_config = cast(AcceleratorConfig, self.accelerator_config)
         if accelerator_config.dispatch_batches is None:
             accelerator_config.dispatch_batches = False  # rows are Python objects, which are not sliced like tensors
-        for name in ("dispatch_batches", "split_batches"):
-            if getattr(accelerator_config, name):
-                raise ValueError(
-                    f"accelerator_config has {name}=True, but rows are dealt to the processes in whole groups, and are Python "
-                    "objects, which accelerate does not slice. Leave it out."
-                )
+        check_dispatch(accelerator_config)
+        if self.kl_direction == "jsd" and self.beta is None:
+            self.beta = Divergence.beta
         check_values(self)
+        check_objective(self)
         check_teacher_settings(self)
         check_unsupported(self)
         check_batch(self)
@@ -311,9 +315,12 @@ class OnPolicyDistillationConfig(TrainingArguments):
         """Completions of one optimizer step on one process."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
-    def objective(self) -> dict[str, object]:
-        """What was optimised, for the model card."""
-        return {name: getattr(self, name) for name in OBJECTIVE if getattr(self, name) is not None}
+    @property
+    def divergence(self) -> Divergence | None:
+        """The loss of kl_granularity 'topk' and 'full'; None for 'sampled'."""
+        if self.kl_granularity == "sampled":
+            return None
+        return Divergence(self.kl_granularity, self.kl_direction, self.beta or Divergence.beta, self.kl_top_k)
 
     def _parse_dicts(self) -> None:
         """Turns our dictionary settings that came as JSON from the command line into dictionaries."""

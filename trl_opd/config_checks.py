@@ -21,14 +21,14 @@ def check_values(args: Any) -> None:
         raise ValueError(f"kl_clip is {args.kl_clip} nats; a bound must be > 0. Leave it out for no bound.")
     if not args.vllm_server_timeout > 0:
         raise ValueError(f"vllm_server_timeout is {args.vllm_server_timeout} s; it must be > 0 (240 is the default).")
-    counts = ("num_generations", "max_completion_length", "num_substeps", "teacher_sync_steps")
+    counts = ("kl_top_k", "num_generations", "max_completion_length", "num_substeps", "teacher_sync_steps")
     optional = ("max_prompt_length", "per_device_rollout_batch_size", "max_tool_calling_iterations")
     for name in (*counts, *optional, "max_tokens_per_micro_batch"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1.")
-    choosing = ("long_prompts", "kl_logps", "loss_reduction", "scale_rewards", "stopping_strategy", "rollout_engine")
-    for name in choosing:
+    choosing = ("long_prompts", "kl_logps", "kl_granularity", "kl_direction", "loss_reduction", "scale_rewards")
+    for name in (*choosing, "stopping_strategy", "rollout_engine"):
         choices = args.__dataclass_fields__[name].metadata["choices"]
         if getattr(args, name) not in choices:
             raise ValueError(f"{name} is '{getattr(args, name)}'; it must be one of {', '.join(choices)}.")
@@ -43,6 +43,37 @@ def check_values(args: Any) -> None:
         raise ValueError(
             f"train_sampling_strategy is '{args.train_sampling_strategy}', which orders rows by a length they do not have "
             "before the rollout. Use 'random' or 'sequential'."
+        )
+
+
+def check_objective(args: Any) -> None:
+    """Raises ValueError for settings of the KL that do not go together."""
+    dense, direction = args.kl_granularity != "sampled", args.kl_direction
+    if direction != "reverse" and not dense:
+        raise ValueError(
+            f"kl_direction is '{direction}', but with kl_granularity 'sampled' the advantage is the reverse KL's: the tokens "
+            "are the student's. Set kl_granularity to 'full' or 'topk', or leave kl_direction out."
+        )
+    if args.beta is not None and direction != "jsd":
+        raise ValueError(
+            f"beta is {args.beta}, but kl_direction '{direction}' has none. Set kl_direction='jsd', or leave beta out. (That "
+            "of loss_fn 'dro' stands in loss_fn_config.)"
+        )
+    if args.beta is not None and not 0 < args.beta < 1:
+        raise ValueError(
+            f"beta is {args.beta}; it is the teacher's share of the mixture and must lie between 0 and 1, not at them: "
+            "there the divergence is 0 for all. For TRL's 0 set kl_direction='forward', for its 1 'reverse'."
+        )
+    if dense and args.kl_discount_factor and direction != "reverse":
+        raise ValueError(
+            f"kl_discount_factor is {args.kl_discount_factor}, which adds the sampled reverse KL of later tokens, but "
+            f"kl_direction is '{direction}'. Use kl_discount_factor=0, or kl_direction='reverse'."
+        )
+    ignored = {"kl_clip": args.kl_clip is not None, "kl_logps": args.kl_logps != "sampled"}
+    for name in [name for name, is_set in ignored.items() if is_set and dense and not args.kl_discount_factor]:
+        raise ValueError(
+            f"{name} is {getattr(args, name)!r}, but it is about the KL of sampled tokens, and kl_granularity "
+            f"'{args.kl_granularity}' has none with kl_discount_factor 0. Leave it out."
         )
 
 
@@ -95,6 +126,16 @@ def check_unsupported(args: Any) -> None:
     for name, reason in reasons.items():
         if getattr(args, name):
             raise ValueError(f"{name} is {getattr(args, name)}, but {reason}. Leave it out.")
+
+
+def check_dispatch(accelerator_config: Any) -> None:
+    """Raises ValueError if accelerate is to deal rows to the processes."""
+    for name in ("dispatch_batches", "split_batches"):
+        if getattr(accelerator_config, name):
+            raise ValueError(
+                f"accelerator_config has {name}=True, but rows are dealt to the processes in whole groups, and are Python "
+                "objects, which accelerate does not slice. Leave it out."
+            )
 
 
 def check_batch(args: Any) -> None:

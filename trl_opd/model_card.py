@@ -15,6 +15,33 @@ from peft import PeftConfig
 
 from .replica import is_url
 
+OBJECTIVE = [
+    "loss_fn",
+    "loss_fn_config",
+    "loss_reduction",
+    "kl_penalty_coef",
+    "kl_discount_factor",
+    "kl_clip",
+    "kl_logps",
+    "kl_granularity",
+    "kl_top_k",
+    "kl_direction",
+    "beta",
+    "num_substeps",
+    "prompts_per_step",
+    "teacher_ema",
+    "teacher_sync_steps",
+    "num_generations",
+    "max_completion_length",
+    "temperature",
+    "learning_rate",
+    "lr_scheduler_type",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "world_size",
+    "seed",
+]
+
 CITATION = """```bibtex
 @misc{lu2025onpolicydistillation,
   title  = {On-Policy Distillation},
@@ -108,6 +135,12 @@ def _loading_a_model(name: str) -> str:
         f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
         f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n```'
     )
+
+
+def objective(args: Any) -> dict[str, object]:
+    """What was optimised, of an `OnPolicyDistillationConfig`."""
+    unused = {"sampled": ("kl_top_k", "kl_direction"), "full": ("kl_top_k",)}.get(args.kl_granularity, ())
+    return {name: value for name in OBJECTIVE if name not in unused and (value := getattr(args, name)) is not None}
 
 
 def _name(model: str) -> str:

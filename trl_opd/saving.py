@@ -16,7 +16,7 @@ from . import checks, processes, state
 from .config import OnPolicyDistillationConfig
 from .metrics import Metrics
 from .mixing import NamedRows
-from .model_card import CardFacts, model_card
+from .model_card import CardFacts, model_card, objective
 from .models import state_without_teachers, without_teachers
 from .teachers import SelfTeacher, Teacher, teachers_of
 
@@ -131,7 +131,7 @@ class SavingTrainer(Trainer):
             name=self.hub_model_id or model_name or Path(str(self.args.output_dir)).resolve().name,
             student=self.student_name,
             teacher=self.teacher_name,
-            objective=self.args.objective(),
+            objective=objective(self.args),
             lora=student.active_peft_config if isinstance(student, PeftModel) else None,
             datasets=[*_listed(dataset), *_listed(dataset_name)],
             num_prompts=self._num_prompts(),
