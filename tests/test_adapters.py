@@ -84,7 +84,7 @@ def test_base_as_teacher_does_not_see_the_adapter(tmp_path: Path, kind: str) -> 
     trainer = make_trainer(tmp_path, model=student, teacher_model="base", max_steps=3)
     trained = adapter_names(student)
     rows = [{"prompt": "1+2="}, {"prompt": "33+2="}]
-    rollout, _, _ = trainer.rollout_and_scores(rows, 0, 0)
+    rollout, *_ = trainer.rollout_and_scores(rows, 0, 0)
     same = make_trainer(tmp_path, model=make_model(5), teacher_model=make_model(0))
     expected_BT = same.score_with_teacher(rollout)
     torch.testing.assert_close(trainer.score_with_teacher(rollout), expected_BT)

@@ -275,7 +275,7 @@ def test_the_trainer_gives_the_teacher_its_own_prompt(tmp_path: Path) -> None:
     dataset = datasets.Dataset.from_dict({"prompt": ["1+1=", "a", "23+45=", "7+7"], "teacher_prompt": hints})
     trainer = make_trainer(tmp_path, teacher_model=teacher, train_dataset=dataset, processing_class=tokenizer)
     rows = list(dataset)
-    rollout, scores_BT, _ = trainer.rollout_and_scores(rows, 0)
+    rollout, scores_BT, *_ = trainer.rollout_and_scores(rows, 0)
     assert rollout.prompt_lengths_B.tolist() == [4, 1, 6, 3]
     for row, (hint, ids) in enumerate(zip(hints, rollout.completion_ids(), strict=True)):
         prompt = tokenizer(hint)["input_ids"]

@@ -79,12 +79,12 @@ def test_figures_are_those_of_the_completions_whatever_the_batches(tmp_path: Pat
     run = make_trainer(tmp_path, cls=Recording, eval_dataset=make_dataset(6), per_device_eval_batch_size=4, **settings)
     figures = run.evaluate()
 
-    rollouts = [rollout for rollout, _, _ in run.seen]
+    rollouts = [rollout for rollout, *_ in run.seen]
     assert [len(rollout) for rollout in rollouts] == [4, 2]
-    kl = torch.cat([(rollout.sampled_logps_BT - logps_BT)[rollout.mask_BT] for rollout, logps_BT, _ in run.seen]).double()
+    kl = torch.cat([(rollout.sampled_logps_BT - logps_BT)[rollout.mask_BT] for rollout, logps_BT, *_ in run.seen]).double()
     lengths = [len(ids) for rollout in rollouts for ids in rollout.completion_ids()]
     stopped = [bool(s) for rollout in rollouts for s in rollout.stopped_B]
-    rewards = [row for _, _, rewards_BF in run.seen for row in rewards_BF.tolist()]
+    rewards = [row for _, _, rewards_BF, _ in run.seen for row in rewards_BF.tolist()]
     assert kl.numel() == sum(lengths)
     assert figures["eval_teacher_kl"] == pytest.approx(float(kl.mean()))
     assert figures["eval_teacher_kl/p99"] == pytest.approx(float(np.quantile(kl.numpy(), 0.99, method="inverted_cdf")))
@@ -197,7 +197,7 @@ def test_completions_of_one_evaluation_differ_from_each_other(tmp_path: Path) ->
         max_completion_length=12,
     )
     run.evaluate()
-    texts = [tuple(ids) for rollout, _, _ in run.seen for ids in rollout.completion_ids()]
+    texts = [tuple(ids) for rollout, *_ in run.seen for ids in rollout.completion_ids()]
     assert len(set(texts)) == 4
 
 

@@ -281,7 +281,7 @@ def tokens_of(run: Any, log: int) -> list[dict[str, float]]:
 def expected_figures(run: Any, log: int) -> dict[str, float]:
     """Each figure from lists of numbers."""
     tokens = tokens_of(run, log)
-    rollout, _, rewards_BF = run.rollouts[log]
+    rollout, _, rewards_BF, _ = run.rollouts[log]
 
     def mean(values: Sequence[float]) -> float:
         return sum(values) / len(values)
@@ -317,8 +317,8 @@ def expected_figures(run: Any, log: int) -> dict[str, float]:
         "reward": mean(totals),
         "reward/digits": mean([d for d in by_func["digits"] if not math.isnan(d)]),
         "reward/length": mean(by_func["length"]),
-        "tokens": sum(sum(map(len, rollout.completion_ids())) for rollout, _, _ in run.rollouts[: log + 1]),
-        "teacher_tokens": sum(int(rollout.attention_mask_BT.sum()) for rollout, _, _ in run.rollouts[: log + 1]),
+        "tokens": sum(sum(map(len, rollout.completion_ids())) for rollout, *_ in run.rollouts[: log + 1]),
+        "teacher_tokens": sum(int(rollout.attention_mask_BT.sum()) for rollout, *_ in run.rollouts[: log + 1]),
     }
 
 

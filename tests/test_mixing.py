@@ -176,11 +176,12 @@ def test_kl_by_name_adds_up(tmp_path: Path) -> None:
     inner = trainer.rollout_and_scores
 
     def spy(rows: Any, *stream: int) -> Any:
-        rollout, teacher_logps_BT, rewards = inner(rows, *stream)
+        result = inner(rows, *stream)
+        rollout, teacher_logps_BT, *_ = result
         kl_BT = rollout.sampled_logps_BT - teacher_logps_BT
         for i, row in enumerate(rollout.rows):
             seen[row["prompt"][0]] += kl_BT[i][rollout.mask_BT[i]].tolist()
-        return rollout, teacher_logps_BT, rewards
+        return result
 
     trainer.rollout_and_scores = spy
     trainer.train()

@@ -215,7 +215,7 @@ def test_privileged_prompt_reaches_the_teacher_and_not_the_student(tmp_path: Pat
     rows = [{"prompt": "1234+1=", "teacher_prompt": "1="}, {"prompt": "2=", "teacher_prompt": "2= it is 4 so say 4 "}]
     settings: dict[str, Any] = {"peft_config": lora(), "teacher_model": "base"} if kind == "base" else {}
     trainer = make_trainer(tmp_path, train_dataset=datasets.Dataset.from_list(rows * 2), max_steps=1, cls=Recorded, **settings)
-    rollout, teacher_logps_BT, _ = trainer.rollout_and_scores(rows, 0, 0)
+    rollout, teacher_logps_BT, *_ = trainer.rollout_and_scores(rows, 0, 0)
     # a fresh adapter is the identity, so that base and student are one model that reads different prompts
     teacher = make_model(1) if kind == "model" else make_model(0)
     for i, (row, completion) in enumerate(zip(rows, rollout.completion_ids(), strict=True)):
@@ -239,7 +239,7 @@ def test_teacher_prompt_may_be_a_conversation_and_is_not_truncated(tmp_path: Pat
     trainer = make_trainer(
         tmp_path, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer, max_prompt_length=3
     )
-    rollout, teacher_logps_BT, _ = trainer.rollout_and_scores(rows, 0, 0)
+    rollout, teacher_logps_BT, *_ = trainer.rollout_and_scores(rows, 0, 0)
     assert rollout.teacher_prompts == (ids_of("u abcdefgh a "),) * 4
     for i, completion in enumerate(rollout.completion_ids()):
         assert rollout.ids_BT[i, :3].tolist() == ids_of("fgh")

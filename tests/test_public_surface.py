@@ -124,6 +124,7 @@ def test_kl_advantages() -> None:
         ("coef", 1.0, True),
         ("discount", 0.0, True),
         ("clip", None, True),
+        ("immediate", True, True),
     ]
 
 

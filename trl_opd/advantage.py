@@ -20,6 +20,7 @@ def kl_advantages(
     coef: float = 1.0,
     discount: float = 0.0,
     clip: float | None = None,
+    immediate: bool = True,
 ) -> Tensor:
     """Turns student and teacher log-probabilities of the sampled tokens into advantages.
 
@@ -34,6 +35,8 @@ def kl_advantages(
         coef: Weight of the KL term.
         discount: How much of the KL of later action tokens an action answers for, in [0, 1].
         clip: Bound on |d_t| in nats; None for no bound.
+        immediate: Whether a token answers for its own KL; False where the loss has that exactly, over all next tokens: then
+            `discount * R_next(t)` is left.
 
     Returns:
         (B, T) advantages, detached, exactly 0 off the mask.
@@ -45,7 +48,8 @@ def kl_advantages(
     if clip is not None:
         kl_BT = kl_BT.clamp(-clip, clip)
     advantages_BT = -coef * kl_BT
-    return advantages_BT if discount == 0 else _discounted_sum(advantages_BT, mask_BT, discount)
+    whole_BT = advantages_BT if discount == 0 else _discounted_sum(advantages_BT, mask_BT, discount)
+    return whole_BT if immediate else whole_BT - advantages_BT
 
 
 def reverse_kl(sampled_logps: Tensor, teacher_logps: Tensor, mask: Tensor) -> Tensor:

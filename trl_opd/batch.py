@@ -175,6 +175,24 @@ class Rollout:
 
 
 @dataclass(frozen=True)
+class TeacherStates:
+    """What teachers' heads got before each action token."""
+
+    by_sequence: tuple[Tensor, ...]
+    """(n, K) for each sequence, n being its action tokens and K its teacher's width."""
+    teacher_B: Tensor
+    """Number of each sequence's teacher."""
+
+    def __getitem__(self, numbers_N: Tensor) -> TeacherStates:
+        """Those of some sequences."""
+        return TeacherStates(tuple(self.by_sequence[number] for number in numbers_N.tolist()), self.teacher_B[numbers_N])
+
+    def to(self, device: torch.device | str) -> TeacherStates:
+        """The same on another device."""
+        return TeacherStates(tuple(states.to(device) for states in self.by_sequence), self.teacher_B.to(device))
+
+
+@dataclass(frozen=True)
 class ScoredBatch:
     """A rollout, or a part of it, with all that training needs: computed once, not changed after."""
 
@@ -185,6 +203,8 @@ class ScoredBatch:
     teacher_logps_BT: Tensor
     reward_advantages_B: Tensor
     advantages_BT: Tensor
+    states: TeacherStates | None = None
+    """Of an objective over all next tokens."""
     row_sizes: tuple[int, ...] = ()
     """How many consecutive sequences share each row of the forward pass; empty until that is planned."""
 
@@ -192,7 +212,14 @@ class ScoredBatch:
         return len(self.ids_BT)
 
     @classmethod
-    def of(cls, rollout: Rollout, teacher_logps_BT: Tensor, reward_advantages_B: Tensor, advantages_BT: Tensor) -> ScoredBatch:
+    def of(
+        cls,
+        rollout: Rollout,
+        teacher_logps_BT: Tensor,
+        reward_advantages_B: Tensor,
+        advantages_BT: Tensor,
+        states: TeacherStates | None = None,
+    ) -> ScoredBatch:
         """A rollout with its scores, whose shapes are checked."""
         check_shape("teacher log-probs", teacher_logps_BT, rollout.ids_BT)
         check_shape("advantages", advantages_BT, rollout.ids_BT)
@@ -204,6 +231,7 @@ class ScoredBatch:
             teacher_logps_BT=teacher_logps_BT,
             reward_advantages_B=reward_advantages_B,
             advantages_BT=advantages_BT,
+            states=states,
         )
 
     def part(self, rows: Sequence[Sequence[int]]) -> ScoredBatch:
@@ -215,7 +243,8 @@ class ScoredBatch:
     def _where(self, numbers_N: Tensor) -> ScoredBatch:
         width = int(self.attention_mask_BT[numbers_N].sum(dim=1).max())
         tensors: dict[str, Any] = {name: tensor[numbers_N] for name, tensor in self._tensors().items()}
-        return ScoredBatch(**{name: t[:, :width] if t.dim() == 2 else t for name, t in tensors.items()})
+        tensors = {name: t[:, :width] if t.dim() == 2 else t for name, t in tensors.items()}
+        return ScoredBatch(**tensors, states=None if self.states is None else self.states[numbers_N])
 
     @property
     def rows(self) -> list[range] | None:
@@ -229,18 +258,20 @@ class ScoredBatch:
         ends, numbers_B = list(accumulate(sizes)), torch.arange(len(self), device=self.ids_BT.device)
         return [self._where(numbers_B[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Any]:
         """The tensors by name, for a checkpoint."""
-        return {name: tensor.cpu() for name, tensor in self._tensors().items()}
+        states = None if self.states is None else self.states.to("cpu")
+        kept = {} if states is None else {"states": (states.by_sequence, states.teacher_B)}
+        return {**{name: tensor.cpu() for name, tensor in self._tensors().items()}, **kept}
 
     def _tensors(self) -> dict[str, Tensor]:
         return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Tensor], device: torch.device) -> ScoredBatch:
+    def from_state_dict(cls, state: dict[str, Any], device: torch.device) -> ScoredBatch:
         """The inverse of `state_dict`."""
-        tensors: dict[str, Any] = {name: tensor.to(device) for name, tensor in state.items()}
-        return cls(**tensors)
+        states = TeacherStates(*state["states"]).to(device) if "states" in state else None
+        return cls(**{name: value.to(device) for name, value in state.items() if name != "states"}, states=states)
 
 
 def pad_right(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype, device: torch.device) -> Tensor:

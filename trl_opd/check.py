@@ -80,7 +80,7 @@ def check(trainer: OnPolicyDistillationTrainer, num_prompts: int = 8) -> list[Fi
     rows = list(islice((row for batch in trainer.get_train_dataloader() for row in batch), wanted))
     rows = trainer.with_seeds(rows, trainer.train_shares, 0, 0, 0)
     with eval_mode(trainer.model):
-        rollout, teacher_logps_BT, _ = trainer.rollout_and_scores(rows, 0, 0)
+        rollout, teacher_logps_BT, *_ = trainer.rollout_and_scores(rows, 0, 0)
         return [
             _finding(trainer, name, rollout[own_B], teacher_logps_BT[own_B])
             for name, own_B in rows_by_teacher(trainer.teacher, rollout).items()

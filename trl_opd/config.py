@@ -1,6 +1,5 @@
 """Settings of `OnPolicyDistillationTrainer`: every field is also a command-line flag through `trl.TrlParser`."""
 
-import json
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -15,6 +14,7 @@ from .config_checks import (
     check_teacher_settings,
     check_unsupported,
     check_values,
+    parse_json,
 )
 from .divergence import DIRECTIONS, GRANULARITIES, Divergence
 from .loss import REDUCTIONS
@@ -221,7 +221,7 @@ class OnPolicyDistillationConfig(TrainingArguments):
     kl_granularity: str = field(
         default="sampled",
         metadata=_help(
-            "The KL of a token: 'sampled' (by its id alone, an advantage), or, of lower variance, a loss over all next tokens: "
+            "The KL of a token: 'sampled' (by its id alone: an advantage), or, of less variance, a loss over all next tokens: "
             "'full', or 'topk' (the student's kl_top_k likeliest and a bucket for the rest). For teachers in the process.",
             choices=list(GRANULARITIES),
         ),
@@ -291,7 +291,8 @@ class OnPolicyDistillationConfig(TrainingArguments):
             self.greater_is_better = False  # TrainingArguments takes all for scores whose name does not end in "loss"
         if isinstance(self.vllm_server_base_url, str):
             self.vllm_server_base_url = [self.vllm_server_base_url]
-        self._parse_dicts()
+        several = isinstance(teacher := self.teacher_model_name_or_path, str) and teacher.startswith("{")
+        parse_json(self, [*DICTS, *(["teacher_model_name_or_path"] if several else [])])
         super().__post_init__()
         accelerator_config = cast(AcceleratorConfig, self.accelerator_config)
         if accelerator_config.dispatch_batches is None:
@@ -321,16 +322,3 @@ class OnPolicyDistillationConfig(TrainingArguments):
         if self.kl_granularity == "sampled":
             return None
         return Divergence(self.kl_granularity, self.kl_direction, self.beta or Divergence.beta, self.kl_top_k)
-
-    def _parse_dicts(self) -> None:
-        """Turns our dictionary settings that came as JSON from the command line into dictionaries."""
-        several = isinstance(self.teacher_model_name_or_path, str) and self.teacher_model_name_or_path.startswith("{")
-        for name in (*DICTS, *(["teacher_model_name_or_path"] if several else [])):
-            if isinstance(value := getattr(self, name), str):
-                try:
-                    setattr(self, name, dict(json.loads(value)))
-                except (ValueError, TypeError) as error:
-                    example = '{"key": 1}'
-                    raise ValueError(
-                        f"{name} is '{value}', which is not a JSON object such as '{example}': {error}."
-                    ) from error

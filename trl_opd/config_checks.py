@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .loss import loss_settings
+
+
+def parse_json(args: Any, names: Sequence[str]) -> None:
+    """Turns dictionary settings that came as JSON from the command line into dictionaries."""
+    for name in names:
+        if isinstance(value := getattr(args, name), str):
+            try:
+                setattr(args, name, dict(json.loads(value)))
+            except (ValueError, TypeError) as error:
+                example = '{"key": 1}'
+                raise ValueError(f"{name} is '{value}', which is not a JSON object such as '{example}': {error}.") from error
 
 
 def check_values(args: Any) -> None:

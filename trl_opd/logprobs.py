@@ -23,7 +23,7 @@ from .last_layer import PROBE_TOKENS, known_head, scoring
 from .layout import Layout, pass_limit, plan_passes
 from .processes import evened
 from .prompt_sharing import prompt_sharing
-from .scorers import LogProbs, Scorer
+from .scorers import HiddenStates, LogProbs, Scorer
 
 
 def token_logps(
@@ -65,11 +65,13 @@ def score_in_batches(
     vocab_size: int,
     batch_size: int,
     max_tokens: int | None = None,
+    hidden: dict[int, Tensor] | None = None,
 ) -> Tensor:
     """`token_logps` without gradient, in several forward passes: (B, T).
 
     A pass has at most `max_tokens` tokens, by default those of `batch_size` times the longest sequence. Of a model that is
-    spread over processes it is one of all of them: each makes as many as any.
+    spread over processes it is one of all of them: each makes as many as any. `hidden` is filled with the head's inputs
+    (n, H) at the wanted tokens of each sequence that has any, by its number; not if the model's head is unknown.
     """
     wanted_mask = attention_mask if wanted_mask is None else wanted_mask
     limit = pass_limit(attention_mask, batch_size, max_tokens)
@@ -77,7 +79,11 @@ def score_in_batches(
     scores_BT: Tensor | float = 0.0
     for rows in evened(plan_passes(input_ids, attention_mask, wanted_mask, sharing, limit), model):
         layout = Layout.of(input_ids, attention_mask, wanted_mask if rows else torch.zeros_like(wanted_mask), sharing, rows)
-        scores_BT = scores_BT + score(model, layout, LogProbs(policy))[0]  # 0 where the pass scores nothing
+        scorer = HiddenStates(policy, kept=[])
+        scores_BT = scores_BT + score(model, layout, scorer if hidden is not None else LogProbs(policy))[0]
+        if hidden is not None and scorer.kept:
+            numbers_b, counts_b = layout.places[0].unique_consecutive(return_counts=True)
+            hidden |= dict(zip(numbers_b.tolist(), scorer.kept[0].split(counts_b.tolist()), strict=True))
     return cast(Tensor, scores_BT)
 
 
@@ -134,4 +140,4 @@ def score(model: nn.Module | Any, layout: Layout, scorer: Scorer) -> tuple[Tenso
     # FSDP and DDP prepare for the backward pass at the gradient of the model's output: there must be one
     touched = zeros_RL1.sum()
     values = [layout.moved_back(values_N) for values_N in found[0]]
-    return tuple(v_BT + touched.to(v_BT.dtype) if v_BT.requires_grad or v_BT is values[0] else v_BT for v_BT in values)
+    return tuple(value_BT + touched.to(value_BT.dtype) if value_BT.requires_grad else value_BT for value_BT in values)

@@ -18,24 +18,33 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from . import checks, completions, processes, state
-from .batch import Rollout, ScoredBatch
+from .batch import Rollout, ScoredBatch, TeacherStates
 from .callbacks import DistillationProgressCallback, StopOnSigterm
 from .comparison import compare
-from .logprobs import score_in_batches
+from .divergence import check_divergence
+from .heads import Policy
+from .layout import Layout
+from .logprobs import score, score_in_batches
 from .metrics import Metrics
 from .models import eval_mode
+from .prompt_sharing import prompt_sharing
 from .rewards import reward_advantages
 from .rng import forked_rng
 from .rows import Filler
+from .scorers import LogProbs
 from .servers import ServerError
 from .steps import EVAL, SteppingTrainer
-from .teachers import ModelTeacher, ServerTeacher, rows_by_teacher, teachers_of
+from .teachers import ModelTeacher, ServerTeacher, Teacher, divergences, rows_by_teacher, teachers_of
+
+Scored = tuple[Rollout, Tensor, Tensor, TeacherStates | None]
+"""A rollout, the teacher's log-probs of it (B, T), rewards (B, F) and, of a dense objective, the teachers' hidden states."""
 
 
 class DistillationLoop(SteppingTrainer):
     """The part of the trainer that is not the algorithm, split off by topic; subclass `OnPolicyDistillationTrainer`."""
 
     processing_class: PreTrainedTokenizerBase
+    teacher: Teacher
     evaluators: list[Callable[[Any], dict[str, float]]]
     vocab_size: int
     prepare_eval: Callable[[Any], Any]
@@ -86,8 +95,8 @@ class DistillationLoop(SteppingTrainer):
     def _prepare_teacher(self, model: nn.Module) -> nn.Module:
         return processes.prepare_frozen(model, self.accelerator, stays=self.args.teacher_offload)
 
-    def rollout_and_scores(self, rows: list[dict[str, Any]], *stream: int) -> tuple[Rollout, Tensor, Tensor]:
-        """Completions for `rows`, the teacher's log-probs of them (B, T) and their rewards (B, F)."""
+    def rollout_and_scores(self, rows: list[dict[str, Any]], *stream: int) -> Scored:
+        """Completions for `rows` and what teacher and reward functions say of them."""
         raise NotImplementedError
 
     def student_logps(self, sequences: Rollout | ScoredBatch) -> Tensor:
@@ -103,6 +112,22 @@ class DistillationLoop(SteppingTrainer):
                 batch_size=self.args.per_device_train_batch_size,
                 max_tokens=self.args.max_tokens_per_micro_batch,
             )
+
+    def student_scores(self, model: nn.Module, batch: ScoredBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probs of the action tokens, entropies and, of a dense objective, divergences from the teacher: (B, T) each."""
+        tokens = batch.ids_BT, batch.attention_mask_BT, batch.mask_BT
+        policy, divergence = Policy(self.args.temperature, self.vocab_size), self.args.divergence
+        layout = Layout.of(*tokens, prompt_sharing(model), batch.rows)
+        if divergence is None:
+            logps_BT, entropy_BT = score(model, layout, LogProbs(policy, entropy=True))
+            return logps_BT, entropy_BT, None
+        weighted = bool(self.args.kl_discount_factor or self.reward_weights or self.args.loss_fn == "dro")
+        scorer = divergences(self.teacher, batch, layout, policy, divergence, policy_gradient=weighted)
+        logps_BT, entropy_BT, divergence_BT = score(model, layout, scorer)
+        found, count = divergence_BT.detach()[batch.mask_BT], batch.mask_BT.sum()
+        check_divergence(found, divergence.direction)
+        self.metrics.add("divergence", found.sum(), count)
+        return logps_BT, entropy_BT, divergence_BT
 
     def _with_logps(self, rollout: Rollout) -> Rollout:
         """The rollout with the student's own log-probs where a user's loop gave none (NaN); all processes must call this."""

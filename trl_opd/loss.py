@@ -72,7 +72,7 @@ def policy_loss(
     advantages = torch.where(mask_BT, advantages.detach(), zero)
 
     losses_BT, clipped_BT = _LOSSES[loss_fn](logps, log_ratio_BT, advantages, **config)
-    loss = _reduce(losses_BT, mask_BT, reduction, num_items)
+    loss = reduce_loss(losses_BT, mask_BT, reduction, num_items)
 
     count = mask_BT.sum()
     with torch.no_grad():
@@ -111,7 +111,8 @@ def count_items(mask: Tensor, reduction: str) -> Tensor:
     raise ValueError(f"reduction is '{reduction}', but the known ones are {', '.join(REDUCTIONS)}.")
 
 
-def _reduce(losses_BT: Tensor, mask_BT: Tensor, reduction: str, num_items: Tensor | float | None) -> Tensor:
+def reduce_loss(losses_BT: Tensor, mask_BT: Tensor, reduction: str, num_items: Tensor | float | None) -> Tensor:
+    """Per-token losses (B, T), 0 off the mask, to the scalar that `policy_loss` says."""
     own_items = count_items(mask_BT, reduction)
     if reduction == "sum":
         return losses_BT.sum()

@@ -35,9 +35,8 @@ from .batch import Completion, Rollout, ScoredBatch
 from .callbacks import AfterStepCallback
 from .config import OnPolicyDistillationConfig, as_dict
 from .data import prepare_eval, prepare_train
-from .logprobs import score_tokens
-from .loop import DistillationLoop
-from .loss import Stats, policy_loss
+from .loop import DistillationLoop, Scored
+from .loss import Stats, policy_loss, reduce_loss
 from .metrics import record_rewards, record_rollout, record_update
 from .mixing import name_column
 from .models import base_name, load_student, load_tokenizer
@@ -51,7 +50,7 @@ from .rollout.func import Sampled
 from .rows import Row
 from .steps import TRAIN
 from .teacher_prompts import TeacherPromptEncoder
-from .teachers import ServerTeacher, Teacher, make_teachers, name_of, teachers_of
+from .teachers import ServerTeacher, Teacher, make_teachers, name_of, score_with_states, teachers_of
 
 AnyDataset = datasets.Dataset | datasets.IterableDataset
 Evaluator = Callable[["OnPolicyDistillationTrainer"], dict[str, float]]
@@ -181,9 +180,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         """
         batch = inputs if isinstance(inputs, ScoredBatch) else self.scored_batch(inputs)
 
-        tokens = batch.ids_BT, batch.attention_mask_BT, batch.mask_BT
-        settings: dict[str, Any] = {"temperature": self.args.temperature, "vocab_size": self.vocab_size}
-        logps_BT, entropy_BT = score_tokens(model, *tokens, rows=batch.rows, **settings)
+        logps_BT, entropy_BT, divergence_BT = self.student_scores(model, batch)
         if self._sampled_now:
             self.compare_engine(logps_BT.detach(), batch)
         if self.args.kl_logps == "current":
@@ -192,6 +189,9 @@ class OnPolicyDistillationTrainer(DistillationLoop):
             )
             batch = replace(batch, advantages_BT=advantages_BT)
         loss, stats = self.compute_policy_loss(logps_BT, batch, num_items_in_batch)
+        if divergence_BT is not None:
+            own = batch.mask_BT, self.args.loss_reduction, num_items_in_batch
+            loss = loss + self.args.kl_penalty_coef * reduce_loss(divergence_BT, *own)
 
         record_update(self.metrics, batch, logps_BT, entropy_BT, stats)
         if num_items_in_batch is not None:
@@ -202,9 +202,9 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         """Everything before the update: rollout (unless it is `written`), teacher, rewards, advantages."""
         if written is None:
             rows = self.with_seeds(rows, self.train_shares, 0, TRAIN, self.state.global_step)
-            rollout, teacher_logps_BT, rewards_BF = self.rollout_and_scores(rows, TRAIN, self.state.global_step)
+            rollout, teacher_logps_BT, rewards_BF, states = self.rollout_and_scores(rows, TRAIN, self.state.global_step)
         else:
-            rollout, teacher_logps_BT, rewards_BF = self.scores(*written)
+            rollout, teacher_logps_BT, rewards_BF, states = self.scores(*written)
         self._sampled_now = written is None or self.progress.sampled_at == self.state.global_step
         if self.state.global_step == 0:
             self.judge_first_rollout(rollout, teacher_logps_BT)
@@ -213,12 +213,12 @@ class OnPolicyDistillationTrainer(DistillationLoop):
             rollout.sampled_logps_BT, teacher_logps_BT, rollout.mask_BT, reward_advantages_B
         )
         checks.check_advantages(advantages_BT)
-        batch = ScoredBatch.of(rollout, teacher_logps_BT, reward_advantages_B, advantages_BT)
+        batch = ScoredBatch.of(rollout, teacher_logps_BT, reward_advantages_B, advantages_BT, states)
         if self.args.log_completions:
             self._records = completions.completion_records(rollout, batch, self.processing_class, self.state.global_step + 1)
         return batch
 
-    def rollout_and_scores(self, rows: list[dict[str, Any]], *stream: int) -> tuple[Rollout, Tensor, Tensor]:
+    def rollout_and_scores(self, rows: list[dict[str, Any]], *stream: int) -> Scored:
         """Completions for `rows` by the weights as they are now, and what `scores` says of them."""
         self.sync_engine()
         with self.metrics.timed("rollout"), forked_rng(self.args.seed, *stream, self.accelerator.process_index), served():
@@ -228,11 +228,14 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         checks.check_rollout(rollout, len(rows))
         return self.scores(rollout)
 
-    def scores(self, rollout: Rollout, teacher_logps_BT: Tensor | None = None) -> tuple[Rollout, Tensor, Tensor]:
+    def scores(self, rollout: Rollout, teacher_logps_BT: Tensor | None = None) -> Scored:
         """The rollout, the teacher's log-probs of it (B, T), unless they are there, and its rewards (B, F); all measured."""
-        rollout, real_B = rollout.without_fillers(), rollout.real_B
+        rollout, real_B, states = rollout.without_fillers(), rollout.real_B, None
         with self.metrics.timed("teacher"), served():
-            teacher_logps_BT = self.score_with_teacher(rollout) if teacher_logps_BT is None else teacher_logps_BT
+            if self.args.divergence is not None:
+                teacher_logps_BT, states = score_with_states(self.teacher, rollout)
+            elif teacher_logps_BT is None:
+                teacher_logps_BT = self.score_with_teacher(rollout)
         checks.check_scores(rollout, teacher_logps_BT, self.args.kl_clip)
         ids = rollout.completion_ids()
         texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
@@ -242,7 +245,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         record_rollout(self.metrics, rollout[real_B], teacher_logps_BT[real_B], self._name_column)
         totals_B = weighted_rewards(rewards_BF, self.reward_weights)
         record_rewards(self.metrics, rewards_BF, totals_B, reward_names(self.reward_funcs))
-        return rollout, teacher_logps_BT, rewards_BF
+        return rollout, teacher_logps_BT, rewards_BF, states
 
     def write_ahead(self, rows: list[dict[str, Any]]) -> Written:
         """A rollout and, where all teachers are servers, their log-probs of it; in another thread while a step trains."""
@@ -307,6 +310,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
             coef=self.args.kl_penalty_coef,
             discount=self.args.kl_discount_factor,
             clip=self.args.kl_clip,
+            immediate=self.args.divergence is None,
         )
         return torch.where(mask_BT, kl_term_BT + reward_advantages_B[:, None], 0.0)
 

@@ -14,3 +14,5 @@ from .routing import teachers_of as teachers_of
 from .self_teacher import SelfTeacher as SelfTeacher
 from .self_teacher import StudentTeacher as StudentTeacher
 from .server import ServerTeacher as ServerTeacher
+from .states import divergences as divergences
+from .states import score_with_states as score_with_states

@@ -28,6 +28,10 @@ class AdapterTeacher(InProcessTeacher):
         super().__init__(**scoring)
         self.student, self.adapter_name = student, adapter_name
 
+    def weights(self) -> nn.Module | Any:
+        """The student: its head is the teacher's, too."""
+        return self.student()
+
     @contextmanager
     def scoring_model(self) -> Iterator[nn.Module | Any]:
         """Inside, the student as the teacher; afterwards its adapter, its gradients and its mode are as before."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..batch import Rollout, pad_right
+from ..dense import TeacherView
+from ..heads import LogitRule, Policy
+from ..last_layer import PROBE_TOKENS, is_linear, known_head
 from ..logprobs import score_in_batches, top_tokens
 
 
@@ -39,12 +44,57 @@ class InProcessTeacher:
         """Inside, the model to call; afterwards all is as before, also after an error."""
         raise NotImplementedError
 
+    def weights(self) -> nn.Module | Any:
+        """The model, as it is between scorings."""
+        raise NotImplementedError
+
     def score(self, rollout: Rollout) -> Tensor:
         """(B, T) log-probs of completions, read after the teacher's own prompts where it has them; see `Teacher`.
 
         Raises:
             ValueError: If a row is longer than `context`; scores beyond it would be noise.
         """
+        return self._score(rollout, None)
+
+    def score_hidden(self, rollout: Rollout) -> tuple[Tensor, list[Tensor]]:
+        """`score` and, for each sequence, what the head got before each action token: (n, K), in the head's precision.
+
+        Raises:
+            ValueError: Also if the head is none that `view` can use.
+        """
+        found: dict[int, Tensor] = {}
+        scores_BT = self._score(rollout, found)
+        width = self._head()[0].in_features
+        dtype = next((states.dtype for states in found.values()), torch.float32)
+        states = []
+        for number, start in enumerate(rollout.prompt_lengths_B.tolist()):
+            actions = rollout.mask_BT[number, start : start + int(rollout.completion_lengths_B[number])]
+            own = found.get(number)
+            states.append(scores_BT.new_zeros(0, width, dtype=dtype) if own is None else own[actions])
+        return scores_BT, states
+
+    def view(self, states: Sequence[Tensor]) -> TeacherView:
+        """What the teacher thinks where it had these hidden states, (n, K) each; under FSDP all processes must call this."""
+        head, rule = self._head()
+        device = states[0].device if states else None
+        weight, bias = (None if p is None else _whole(p).to(device or p.device) for p in (head.weight, head.bias))
+        assert weight is not None
+        hidden = torch.cat(list(states)) if states else weight.new_zeros(0, head.in_features)
+        return TeacherView.linear(hidden, weight, bias, Policy(self.temperature, self.vocab_size, rule), hidden.dtype)
+
+    def _head(self) -> tuple[nn.Linear, LogitRule]:
+        model = self.weights()
+        device = next(model.parameters()).device
+        known = known_head(model, torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=device))
+        if known is None or not is_linear(known[0]) or known[0].weight.requires_grad:
+            what = "is trained or adapted" if known is not None else "does more than multiply, scale and cap"
+            raise ValueError(
+                f"The teacher's head {what}, so that its distribution cannot be told from its hidden states, which "
+                "kl_granularity 'topk' and 'full' need. Use kl_granularity='sampled', or a teacher with a plain, frozen head."
+            )
+        return cast(nn.Linear, known[0]), known[1]
+
+    def _score(self, rollout: Rollout, hidden: dict[int, Tensor] | None) -> Tensor:
         ids, attention_mask, completion_mask = _teacher_view(rollout)
         longest = int(attention_mask.sum(dim=1).max())
         if self.context is not None and longest > self.context:
@@ -63,6 +113,7 @@ class InProcessTeacher:
                 vocab_size=self.vocab_size,
                 batch_size=self.batch_size,
                 max_tokens=self.max_tokens,
+                hidden=hidden,
             )
         return _student_view(scores, rollout)
 
@@ -73,6 +124,11 @@ class InProcessTeacher:
             parts = top_tokens(model, ids, attention_mask, k, temperature=self.temperature, vocab_size=self.vocab_size)
         top_ids, top_logps = (torch.stack([_student_view(c, rollout) for c in part.unbind(-1)], dim=-1) for part in parts)
         return top_ids, top_logps
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    """A sharded one gathered."""
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
 
 def _teacher_view(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:

@@ -65,6 +65,12 @@ def make_teacher(
             f"teacher_model_init_kwargs is {args.teacher_model_init_kwargs}, but the teacher is {found}. Leave it out, or "
             "pass the teacher's name or path as teacher_model."
         )
+    if urls and args.divergence is not None:
+        raise ValueError(
+            f"kl_granularity is '{args.kl_granularity}', which needs the teacher's whole distribution at each token, but the "
+            f"teacher is on a server ({urls[0]}), which sends the log-prob of one. Load the teacher in the training process, "
+            "or use kl_granularity='sampled'."
+        )
     if urls:
         return server_teacher(urls, student(), tokenizer, args)
     teacher = cast(str | PreTrainedModel | PeftModel, teacher)

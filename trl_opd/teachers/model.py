@@ -24,6 +24,10 @@ class ModelTeacher(InProcessTeacher):
         super().__init__(**scoring)
         self.model = model.requires_grad_(False).eval()
 
+    def weights(self) -> nn.Module:
+        """The model, as it is between scorings."""
+        return self.model
+
     @contextmanager
     def scoring_model(self) -> Iterator[nn.Module]:
         """Inside, the model to call."""

@@ -49,21 +49,32 @@ class RoutedTeacher:
         Raises:
             ValueError: If a row names no teacher, or scores do not belong to the rows they were made for.
         """
+        return self._ask(rollout, lambda teacher, part: (teacher.score(part), []))[0]
+
+    def score_hidden(self, rollout: Rollout) -> tuple[Tensor, list[Tensor]]:
+        """See `InProcessTeacher`, as all the teachers must be."""
+        return self._ask(rollout, lambda teacher, part: cast(InProcessTeacher, teacher).score_hidden(part))
+
+    def _ask(
+        self, rollout: Rollout, ask: Callable[[Teacher, Rollout], tuple[Tensor, list[Tensor]]]
+    ) -> tuple[Tensor, list[Tensor]]:
         parts = list(self._parts(rollout))
         asked_here = [int(where_B.any()) for _, where_B in parts]
         in_process = any(isinstance(teacher, InProcessTeacher) for teacher in self.teachers.values())
         asked_anywhere = self.most(asked_here) if self.most is not None and in_process else asked_here
         scores_BT = rollout.sampled_logps_BT.new_zeros(rollout.ids_BT.shape)
+        states: dict[int, Tensor] = {}
         for (teacher, where_B), here, anywhere in zip(parts, asked_here, asked_anywhere, strict=True):
             part = rollout[where_B]
             stub = anywhere > here and isinstance(teacher, InProcessTeacher)
             asked = part.with_stub() if stub else part
             if len(asked):
-                found_BT = teacher.score(asked)
+                found_BT, found_states = ask(teacher, asked)
                 check_shape("A teacher's scores of its rows", found_BT, asked.ids_BT)
                 scores_BT = scores_BT.to(torch.promote_types(scores_BT.dtype, found_BT.dtype))
                 scores_BT[where_B] = found_BT[: len(part)].to(scores_BT.dtype)
-        return scores_BT
+                states |= dict(zip(where_B.nonzero().flatten().tolist(), found_states, strict=False))  # but the stub's
+        return scores_BT, [states[number] for number in sorted(states)]
 
     def rows_of(self, rollout: Rollout) -> dict[str, Tensor]:
         """(B,) masks by the teachers' names: whose row it is."""
@@ -157,6 +168,15 @@ def named_teachers(teacher: Teacher) -> dict[str, Teacher]:
 def teachers_of(teacher: Teacher) -> list[Teacher]:
     """The teachers that score, each once."""
     return list({id(one): one for one in named_teachers(teacher).values()}.values())
+
+
+def teacher_numbers(teacher: Teacher, rollout: Rollout) -> Tensor:
+    """(B,) whose each row is: its place in `teachers_of(teacher)`."""
+    number_of = {id(one): number for number, one in enumerate(teachers_of(teacher))}
+    numbers_B = torch.zeros(len(rollout), dtype=torch.long, device=rollout.ids_BT.device)
+    for name, where_B in rows_by_teacher(teacher, rollout).items():
+        numbers_B[where_B] = number_of[id(named_teachers(teacher)[name])]
+    return numbers_B
 
 
 def _args_of(name: str, several: dict[str, TeacherModel], args: OnPolicyDistillationConfig) -> OnPolicyDistillationConfig:

@@ -37,6 +37,10 @@ class StudentTeacher(InProcessTeacher):
         super().__init__(**scoring)
         self.student = student
 
+    def weights(self) -> nn.Module | Any:
+        """The student."""
+        return self.student()
+
     @contextmanager
     def scoring_model(self) -> Iterator[nn.Module | Any]:
         """Inside, the student in eval mode."""
