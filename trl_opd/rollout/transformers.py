@@ -14,27 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
 
-import numpy as np
 import torch
 from peft import PeftModel
-from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    PreTrainedModel,
-    RepetitionPenaltyLogitsProcessor,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..batch import Completion
 from ..config import OnPolicyDistillationConfig
 from ..models import eval_mode
 from ..processes import gathered
+from .decoding import sample_rows
+from .merging import merged
+from .sampling import PolicySampler, uniforms
 
 
 class TransformersEngine:
@@ -43,7 +34,7 @@ class TransformersEngine:
     Args:
         args: Sampling settings.
         stop_ids: Every token id that ends a completion.
-        pad_id: Fills ragged rows while generating; its value is irrelevant.
+        pad_id: Not needed: rows are padded with a token of their own, see `padded`.
         vocab_size: Number of ids the policy ranges over; rows of the head beyond are never sampled.
         synced_gpus: Whether the processes hold parts of one model, so that each must go on until the last is done.
     """
@@ -78,94 +69,29 @@ class TransformersEngine:
             seeds = torch.randint(2**62, (len(prompts),)).tolist()
         limits = limits or [self.args.max_completion_length] * len(prompts)
         rows = list(zip(prompts, seeds, limits, strict=True))
+        # those of equal length, and equal ones, side by side: little padding, and each prompt is read once
+        order = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), prompts[row]), reverse=True)
         size = self.args.per_device_rollout_batch_size or self.args.step_batch_size
-        with _generating(model), gathered(model) if self.args.gather_for_generation else nullcontext():
-            chunks = [self._generate_chunk(model, *zip(*rows[i : i + size], strict=True)) for i in range(0, len(rows), size)]
-        return [completion for chunk in chunks for completion in chunk]
+        completions: dict[int, Completion] = {}
+        with _generating(model), gathered(model) if self.args.gather_for_generation else nullcontext(), merged(model):
+            for chunk in (order[i : i + size] for i in range(0, len(order), size)):
+                sampled = self._generate_chunk(model, *zip(*(rows[row] for row in chunk), strict=True))
+                completions.update(zip(chunk, sampled, strict=True))
+        return [completions[row] for row in range(len(prompts))]
 
     def _generate_chunk(
         self, model: PreTrainedModel | PeftModel, prompts: Sequence[list[int]], seeds: Sequence[int], limits: Sequence[int]
     ) -> list[Completion]:
-        width, device = max(len(prompt) for prompt in prompts), self.args.device
-        ids = [[self.pad_id] * (width - len(prompt)) + prompt for prompt in prompts]
-        attention_mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        sampler = PolicySampler(self.args, self.vocab_size, uniforms(seeds, self.args.max_completion_length, device))
-        sequences = cast(Any, model).generate(
-            input_ids=torch.tensor(ids, device=device),
-            attention_mask=torch.tensor(attention_mask, device=device),
-            generation_config=self._generation_config(max(limits)),
-            logits_processor=LogitsProcessorList([sampler]),
-            synced_gpus=self.synced_gpus,
-        )
-        new = sequences[:, width:]
-        logps = torch.cat(sampler.columns, dim=1)[:, : new.shape[1]]
-        return [self._completion(*row) for row in zip(new.tolist(), logps.tolist(), limits, strict=True)]
+        sampler = PolicySampler(self.args, self.vocab_size, uniforms(seeds, max(limits), self.args.device))
+        sample_rows(model, prompts, limits, sampler, self.stop_ids, synced_gpus=self.synced_gpus)
+        sampled = zip(sampler.ids_BT.tolist(), sampler.logps_BT.tolist(), limits, strict=True)
+        return [self._completion(*row) for row in sampled]
 
     def _completion(self, ids: list[int], logps: list[float], limit: int) -> Completion:
         """Cuts a generated row after its first stop token, or at its limit."""
         stop = next((t + 1 for t, token in enumerate(ids[:limit]) if token in self.stop_ids), None)
         length = limit if stop is None else stop
         return Completion(ids=ids[:length], logps=logps[:length], stopped=stop is not None)
-
-    def _generation_config(self, limit: int) -> GenerationConfig:
-        return GenerationConfig(
-            max_new_tokens=limit,
-            do_sample=False,  # `PolicySampler` has drawn the token
-            eos_token_id=self.stop_ids,
-            pad_token_id=self.pad_id,
-            use_cache=True,
-        )
-
-
-class PolicySampler(LogitsProcessor):
-    """Draws each token from the policy, notes its log-probability, and leaves `generate` no other token.
-
-    Args:
-        args: Temperature, and what truncates the distribution that tokens are drawn from (not the one they are scored by).
-        vocab_size: Number of ids the policy ranges over.
-        uniforms_BT: In (0, 1], what each token is drawn with.
-    """
-
-    def __init__(self, args: OnPolicyDistillationConfig, vocab_size: int, uniforms_BT: Tensor) -> None:
-        self.temperature, self.vocab_size, self.uniforms_BT = args.temperature, vocab_size, uniforms_BT
-        self.columns: list[Tensor] = []
-        """(B, 1) nats for each token so far."""
-        self.penalty = RepetitionPenaltyLogitsProcessor(args.repetition_penalty) if args.repetition_penalty != 1 else None
-        self.truncations = LogitsProcessorList(
-            [
-                *([TopKLogitsWarper(args.top_k)] if args.top_k > 0 else []),
-                *([TopPLogitsWarper(args.top_p)] if args.top_p < 1 else []),
-                *([MinPLogitsWarper(args.min_p)] if args.min_p else []),
-            ]
-        )
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """(B, V) scores of the next token: 0 for the one that is drawn, -inf for all others."""
-        ids_BT = cast(torch.LongTensor, input_ids)
-        penalized_BV = scores if self.penalty is None else self.penalty(ids_BT, cast(torch.FloatTensor, scores))
-        drawn_from_BV = self.truncations(ids_BT, cast(torch.FloatTensor, self._policy(penalized_BV)))
-        tokens_B1 = draw(drawn_from_BV.softmax(dim=-1), self.uniforms_BT[:, len(self.columns), None])
-        self.columns.append(self._policy(scores).log_softmax(dim=-1).gather(1, tokens_B1))
-        return torch.full_like(scores, -torch.inf).scatter(1, tokens_B1, 0.0)
-
-    def _policy(self, scores_BV: Tensor) -> Tensor:
-        logits_BV = scores_BV / self.temperature
-        logits_BV[:, self.vocab_size :] = -torch.inf
-        return logits_BV
-
-
-def uniforms(seeds: Sequence[int], length: int, device: torch.device) -> Tensor:
-    """(B, length) numbers in (0, 1], each row from its seed and no other."""
-    # numpy's generators take all bits of a seed, torch's on the CPU the lower 32 only
-    rows_BT = torch.from_numpy(1 - np.stack([np.random.default_rng(seed).random(length) for seed in seeds]))
-    return rows_BT.to(device, torch.float32 if device.type == "mps" else torch.float64)  # MPS has no float64
-
-
-def draw(probs_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
-    """(B, 1) tokens by the inverse of the distribution function: the first whose cumulative probability reaches `uniforms`."""
-    cumulative_BV = probs_BV.to(uniforms_B1.dtype).cumsum(dim=-1)
-    tokens_B1 = torch.searchsorted(cumulative_BV, uniforms_B1 * cumulative_BV[:, -1:])
-    return tokens_B1.clamp(max=probs_BV.shape[1] - 1)  # NaN is never reached; `check_rollout` tells of it
 
 
 @contextmanager
