@@ -81,6 +81,7 @@ CONFIG_FIELDS: dict[str, Any] = {
     "scale_rewards": "none",
     # logging
     "log_completions": False,
+    "trace_steps": None,
 }
 
 

@@ -30,6 +30,7 @@ from .rows import Filler
 from .servers import ServerError
 from .steps import EVAL, SteppingTrainer
 from .teachers import ModelTeacher, ServerTeacher, rows_by_teacher, teachers_of
+from .tracing import TraceCallback
 
 
 class DistillationLoop(SteppingTrainer):
@@ -51,6 +52,9 @@ class DistillationLoop(SteppingTrainer):
             self.add_callback(StopOnSigterm(self._any_process))
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(DistillationProgressCallback)
+        if self.args.trace_steps:
+            self._traces = TraceCallback(self.args.trace_steps)
+            self.add_callback(self._traces)
         self._start_anew()
 
     def _start_anew(self) -> None:
