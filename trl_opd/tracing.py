@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 class TraceCallback(TrainerCallback):
     """Writes `output_dir/traces/step_<n>.json` of each of the optimizer steps; with several processes, one of each.
 
-    A step begins where its rows are fetched, before its rollout, which is also before Trainer's own `on_step_begin`: the trainer
+    A step begins where its rows are fetched, before its rollout, which is also before Trainer's `on_step_begin`: the trainer
     calls `begin` there. It ends at `on_step_end`. Evaluation, logs and checkpoints lie between steps and are in no trace.
 
     Args:
