@@ -87,6 +87,7 @@ CONFIG_FIELDS: dict[str, Any] = {
     "max_tokens_per_micro_batch": None,
     # logging
     "log_completions": False,
+    "trace_steps": None,
 }
 
 

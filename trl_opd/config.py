@@ -282,6 +282,14 @@ class OnPolicyDistillationConfig(TrainingArguments):
         metadata=_help("At each log, print a completion (of each dataset) coloured by advantage and write all to parquet."),
     )
 
+    trace_steps: list[int] | None = field(
+        default=None,
+        metadata=_help(
+            "Optimizer steps, counted from 1, of which to write what ran when to output_dir/traces, for ui.perfetto.dev, e.g. "
+            "[2, 3]."
+        ),
+    )
+
     def __post_init__(self) -> None:
         if self.bf16 is None:
             self.bf16 = not self.fp16 and torch.cuda.is_available() and torch.cuda.is_bf16_supported()

@@ -50,6 +50,9 @@ def check_values(args: Any) -> None:
             f"rollout_engine is '{args.rollout_engine}' and vllm_server_base_url is {args.vllm_server_base_url}: servers "
             "are for rollout_engine='vllm', which needs at least one. Set both or neither."
         )
+    steps = args.trace_steps
+    if steps is not None and not (isinstance(steps, list) and all(isinstance(step, int) and step >= 1 for step in steps)):
+        raise ValueError(f"trace_steps is {steps!r}; it must be a list of optimizer steps, which count from 1, as [2, 3].")
     check_lag(args)
     loss_settings(args.loss_fn, args.loss_fn_config)
     if args.train_sampling_strategy not in ("random", "sequential"):

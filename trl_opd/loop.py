@@ -35,6 +35,7 @@ from .scorers import LogProbs
 from .servers import ServerError
 from .steps import EVAL, SteppingTrainer
 from .teachers import ModelTeacher, ServerTeacher, Teacher, divergences, rows_by_teacher, teachers_of
+from .tracing import TraceCallback
 
 Scored = tuple[Rollout, Tensor, Tensor, TeacherStates | None]
 """A rollout, the teacher's log-probs of it (B, T), rewards (B, F) and, of a dense objective, the teachers' hidden states."""
@@ -60,6 +61,9 @@ class DistillationLoop(SteppingTrainer):
             self.add_callback(StopOnSigterm(self._any_process))
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(DistillationProgressCallback)
+        if self.args.trace_steps:
+            self._traces = TraceCallback(self.args.trace_steps)
+            self.add_callback(self._traces)
         self._start_anew()
 
     def _start_anew(self) -> None:

@@ -26,6 +26,7 @@ from .prompt_sharing import prompt_sharing
 from .rollout import RolloutEngine
 from .rows import FilledStream, RowSampler, SampledRows, Shares, with_seeds
 from .saving import SavingTrainer
+from .tracing import TraceCallback
 
 TRAIN, EVAL = 0, 1
 """Random streams of rollouts."""
@@ -37,6 +38,7 @@ class SteppingTrainer(SavingTrainer):
     engine: RolloutEngine
     _ahead: Draft | None = None
     """The rollout after the present one, under way (`rollout_lag`)."""
+    _traces: TraceCallback | None = None
     _updated: list[ScoredBatch]
     """Of the present rollout, for `compute_post_kl`."""
 
@@ -58,6 +60,8 @@ class SteppingTrainer(SavingTrainer):
         self, epoch_iterator: Iterator[list[dict[str, Any]]], num_batches: int, device: torch.device
     ) -> tuple[list[ScoredBatch], Tensor | None]:
         """The next optimizer step's micro-batches and their global item count; rolls out when none are left."""
+        if self._traces is not None:
+            self._traces.begin(self)
         self.progress.skip_rolled_out(epoch_iterator)
         if not self.progress.pending:
             self.progress.pending.extend(self._next_steps(epoch_iterator, num_batches))
