@@ -58,8 +58,9 @@ class TableModel(PreTrainedModel, GenerationMixin):
         self.table = nn.Parameter(table)
         self.post_init()
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, use_cache: bool = False, **_: Any) -> CausalLMOutput:
-        """Masked positions are no part of the prefix."""
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None, use_cache: bool = False, **_: Any) -> CausalLMOutput:
+        """Masked positions are no part of the prefix. `generate` gives no mask where nothing is masked."""
+        attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         number_B, numbers = input_ids.new_zeros(len(input_ids)), []
         for ids_B, real_B in zip(input_ids.T, attention_mask.T, strict=True):
             number_B = torch.where(real_B.bool(), V * number_B + ids_B + 1, number_B)
@@ -626,4 +627,4 @@ def test_with_one_substep_every_step_is_on_policy(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, max_steps=3, learning_rate=0.05)
     trainer.train()
     for entry in trainer.state.log_history[:3]:
-        assert entry["ratio/max"] == pytest.approx(1, abs=1e-5)
+        assert entry["ratio/max"] == pytest.approx(1, abs=3e-5)  # adapters are merged while sampling: another rounding

@@ -7,15 +7,7 @@ import torch
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from .config_checks import (
-    check_batch,
-    check_dispatch,
-    check_objective,
-    check_teacher_settings,
-    check_unsupported,
-    check_values,
-    parse_json,
-)
+from . import config_checks
 from .divergence import DIRECTIONS, GRANULARITIES, Divergence
 from .loss import REDUCTIONS
 
@@ -300,19 +292,19 @@ class OnPolicyDistillationConfig(TrainingArguments):
         if isinstance(self.vllm_server_base_url, str):
             self.vllm_server_base_url = [self.vllm_server_base_url]
         several = isinstance(teacher := self.teacher_model_name_or_path, str) and teacher.startswith("{")
-        parse_json(self, [*DICTS, *(["teacher_model_name_or_path"] if several else [])])
+        config_checks.parse_json(self, [*DICTS, *(["teacher_model_name_or_path"] if several else [])])
         super().__post_init__()
         accelerator_config = cast(AcceleratorConfig, self.accelerator_config)
         if accelerator_config.dispatch_batches is None:
             accelerator_config.dispatch_batches = False  # rows are Python objects, which are not sliced like tensors
-        check_dispatch(accelerator_config)
+        config_checks.check_dispatch(accelerator_config)
         if self.kl_direction == "jsd" and self.beta is None:
             self.beta = Divergence.beta
-        check_values(self)
-        check_objective(self)
-        check_teacher_settings(self)
-        check_unsupported(self)
-        check_batch(self)
+        config_checks.check_values(self)
+        config_checks.check_objective(self)
+        config_checks.check_teacher_settings(self)
+        config_checks.check_unsupported(self)
+        config_checks.check_batch(self)
 
     @property
     def truncates_sampling(self) -> bool:

@@ -77,21 +77,24 @@ def sample_rows(
     """
     device = sampler.rows_B.device
     stops, limits_B = torch.tensor(stop_ids, device=device), torch.tensor(limits, device=device)
-    if synced_gpus or not has_cache_of_rows(model):
+    number = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+    ids_UT, mask_UT = padded([list(prompt) for prompt in number], device)
+    read = None
+    if not synced_gpus and has_cache_of_rows(model):
+        with record_function("prefill"):
+            read = _prefill(model, ids_UT, mask_UT)
+    if read is None:
         ids_BT, mask_BT = padded(prompts, device)
         ended = Ended(stops, limits_B, ids_BT.shape[1], len(prompts))
         with record_function("decode"):
             _generate(model, ids_BT, mask_BT, max(limits), sampler, ended, synced_gpus=synced_gpus)
         return
-    number = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-    ids_UT, mask_UT = padded([list(prompt) for prompt in number], device)
-    with record_function("prefill"):
-        logits_UV, cache = _prefill(model, ids_UT, mask_UT)
+    logits_UV, cache = read
     rows_B = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=device)
     ids_BT, mask_BT = ids_UT[rows_B], mask_UT[rows_B]
     ended = Ended(stops, limits_B, ids_BT.shape[1], 0)
     ids_BT = torch.cat([ids_BT, sampler.sample(ids_BT, logits_UV[rows_B])], dim=1)
-    del logits_UV
+    del logits_UV, read
     ended(ids_BT, None)
     while not ended.ended_B.all():
         kept_B = (~ended.ended_B).nonzero()[:, 0]
@@ -125,27 +128,29 @@ def has_cache_of_rows(model: PreTrainedModel | PeftModel) -> bool:
         return False
     base = cast(Any, model.get_base_model() if isinstance(model, PeftModel) else model)
     text = base.config.get_text_config(decoder=True)
-    if text is not base.config or not base._supports_default_dynamic_cache():  # what `generate` asks itself
+    # `generate` asks the second itself; some recurrent models pass it, and keep their state elsewhere
+    if text is not base.config or not base._supports_default_dynamic_cache() or base._is_stateful:
         return False
     return all(type(layer) is DynamicLayer for layer in DynamicCache(config=text).layers)
 
 
 def select(cache: DynamicCache, rows_B: Tensor, unused: int) -> None:
     """Leaves these rows of the cache, in this order (one may stand several times), without its first `unused` columns."""
-    for layer in cache.layers:
+    for layer in cast(list[DynamicLayer], cache.layers):
         if layer.is_initialized:  # one that shares another's keys is not
             assert layer.keys is not None and layer.values is not None
             layer.keys, layer.values = layer.keys[:, :, unused:][rows_B], layer.values[:, :, unused:][rows_B]
 
 
-def _prefill(model: PreTrainedModel | PeftModel, ids_UT: Tensor, mask_UT: Tensor) -> tuple[Tensor, DynamicCache]:
-    """(U, V) logits of the first new token in fp32, and the cache of the prompts."""
+def _prefill(model: PreTrainedModel | PeftModel, ids_UT: Tensor, mask_UT: Tensor) -> tuple[Tensor, DynamicCache] | None:
+    """(U, V) logits of the first new token in fp32, and the cache of the prompts; None if the model keeps no such cache."""
     config = GenerationConfig(
         max_new_tokens=1, do_sample=False, use_cache=True, return_dict_in_generate=True, output_logits=True
     )
     output = cast(Any, model).generate(input_ids=ids_UT, attention_mask=mask_UT, generation_config=config)
-    assert all(type(layer) is DynamicLayer for layer in output.cache.layers)
-    return output.logits[0], output.cache
+    cache = output.cache
+    kept = isinstance(cache, DynamicCache) and cache.get_seq_length() == ids_UT.shape[1]
+    return (output.logits[0], cache) if kept and all(type(layer) is DynamicLayer for layer in cache.layers) else None
 
 
 def _generate(
