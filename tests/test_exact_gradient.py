@@ -615,7 +615,7 @@ def test_the_ratio_is_1_before_the_first_update_of_a_rollout(tmp_path: Path, pef
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     for fresh in logs[::2]:
         for name in ("ratio/mean", "ratio/max", "ratio/ess"):
-            assert fresh[name] == pytest.approx(1, abs=1e-5)
+            assert fresh[name] == pytest.approx(1, abs=3e-5 if peft_config else 1e-5)  # merged adapters round otherwise
         assert abs(fresh["sampler_kl/v1"]) < 1e-5
         assert fresh["sampler_kl/v2"] < 1e-10
     for stale in logs[1::2]:
@@ -627,4 +627,4 @@ def test_with_one_substep_every_step_is_on_policy(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, max_steps=3, learning_rate=0.05)
     trainer.train()
     for entry in trainer.state.log_history[:3]:
-        assert entry["ratio/max"] == pytest.approx(1, abs=3e-5)  # adapters are merged while sampling: another rounding
+        assert entry["ratio/max"] == pytest.approx(1, abs=1e-5)

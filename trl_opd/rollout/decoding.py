@@ -63,6 +63,7 @@ def sample_rows(
     sampler: PolicySampler,
     stop_ids: Sequence[int],
     *,
+    pad_id: int,
     synced_gpus: bool,
 ) -> None:
     """Samples until each row has drawn a stop token or `limits` tokens; they are in `sampler` then.
@@ -73,6 +74,7 @@ def sample_rows(
         limits: At least 1.
         sampler: Draws and keeps the tokens. What it holds behind the end of a row is to be ignored.
         stop_ids: Token ids that end a row.
+        pad_id: Fills ragged rows of a model with a recurrent state.
         synced_gpus: Whether the processes hold parts of one model, so that each must go on until the last is done.
     """
     device = sampler.rows_B.device
@@ -84,7 +86,8 @@ def sample_rows(
         with record_function("prefill"):
             read = _prefill(model, ids_UT, mask_UT)
     if read is None:
-        ids_BT, mask_BT = padded(prompts, device)
+        # a recurrent state runs over the padding, whose embedding is often zero
+        ids_BT, mask_BT = padded(prompts, device, pad_id if _base(model)._is_stateful else None)
         ended = Ended(stops, limits_B, ids_BT.shape[1], len(prompts))
         with record_function("decode"):
             _generate(model, ids_BT, mask_BT, max(limits), sampler, ended, synced_gpus=synced_gpus)
@@ -111,13 +114,13 @@ def sample_rows(
         rows_B = torch.arange(len(ids_BT), device=device)
 
 
-def padded(prompts: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(B, T) ids and attention mask, padded on the left with each prompt's first token.
+def padded(prompts: Sequence[list[int]], device: torch.device, pad_id: int | None = None) -> tuple[Tensor, Tensor]:
+    """(B, T) ids and attention mask, padded on the left with `pad_id`, by default each prompt's first token.
 
     What pads is masked; but a repetition penalty counts it, and the first token is in the row anyhow.
     """
     width = max(len(prompt) for prompt in prompts)
-    ids = [prompt[:1] * (width - len(prompt)) + prompt for prompt in prompts]
+    ids = [(prompt[:1] if pad_id is None else [pad_id]) * (width - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
@@ -126,12 +129,16 @@ def has_cache_of_rows(model: PreTrainedModel | PeftModel) -> bool:
     """Whether all that `model` remembers of a row are keys and values of each of its tokens."""
     if isinstance(model, PeftModel) and any(model.peft_config[name].is_prompt_learning for name in model.active_adapters):
         return False
-    base = cast(Any, model.get_base_model() if isinstance(model, PeftModel) else model)
+    base = _base(model)
     text = base.config.get_text_config(decoder=True)
     # `generate` asks the second itself; some recurrent models pass it, and keep their state elsewhere
     if text is not base.config or not base._supports_default_dynamic_cache() or base._is_stateful:
         return False
     return all(type(layer) is DynamicLayer for layer in DynamicCache(config=text).layers)
+
+
+def _base(model: PreTrainedModel | PeftModel) -> Any:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def select(cache: DynamicCache, rows_B: Tensor, unused: int) -> None:
