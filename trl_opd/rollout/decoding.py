@@ -132,7 +132,7 @@ def has_cache_of_rows(model: PreTrainedModel | PeftModel) -> bool:
 
 def select(cache: DynamicCache, rows_B: Tensor, unused: int) -> None:
     """Leaves these rows of the cache, in this order (one may stand several times), without its first `unused` columns."""
-    for layer in cache.layers:
+    for layer in cast(list[DynamicLayer], cache.layers):
         if layer.is_initialized:  # one that shares another's keys is not
             assert layer.keys is not None and layer.values is not None
             layer.keys, layer.values = layer.keys[:, :, unused:][rows_B], layer.values[:, :, unused:][rows_B]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
@@ -31,12 +32,12 @@ def merged(model: nn.Module) -> Iterator[None]:
     twice what the second copy takes, nothing is merged and a warning says so.
     """
     layers = mergeable(model)
-    if not _has_room([layer.get_base_layer().weight for layer in layers]):
+    if not _has_room([_weight(layer) for layer in layers]):
         layers = []
     originals: list[tuple[LoraLinear, Tensor]] = []
     try:
         for layer in layers:
-            weight = layer.get_base_layer().weight
+            weight = _weight(layer)
             summed = _merged_weight(layer)
             originals.append((layer, weight.data))
             weight.data = summed
@@ -44,7 +45,7 @@ def merged(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for layer, original in originals:
-            layer.get_base_layer().weight.data = original
+            _weight(layer).data = original
             layer.merged_adapters.clear()
 
 
@@ -56,7 +57,7 @@ def mergeable(model: nn.Module) -> list[LoraLinear]:
     """
     uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     layers = [module for module in model.modules() if type(module) is LoraLinear and _is_plain(module)]
-    return [layer for layer in layers if uses[id(layer.get_base_layer().weight)] == 1]
+    return [layer for layer in layers if uses[id(_weight(layer))] == 1]
 
 
 def _is_plain(layer: LoraLinear) -> bool:
@@ -65,11 +66,15 @@ def _is_plain(layer: LoraLinear) -> bool:
         return False
     if any(name in layer.lora_variant or layer.lora_bias[name] for name in active):
         return False
-    parts = [base.weight, *(part[name].weight for name in active for part in (layer.lora_A, layer.lora_B))]
+    parts: list[Any] = [base.weight, *(part[name].weight for name in active for part in (layer.lora_A, layer.lora_B))]
     # the type of `data` is another where a tensor is one of several processes' parts, or packed
     return all(
         type(part.data) is Tensor and part.dtype in FLOATS and part.device == base.weight.device for part in parts
     ) and (base.weight.device.type != "meta")
+
+
+def _weight(layer: LoraLinear) -> Tensor:
+    return cast(Tensor, layer.get_base_layer().weight)
 
 
 def _active(layer: LoraLinear) -> list[str]:
@@ -79,12 +84,12 @@ def _active(layer: LoraLinear) -> list[str]:
 @torch.no_grad()
 def _merged_weight(layer: LoraLinear) -> Tensor:
     """Base + scaling × B A of each active adapter: a new tensor, summed in fp32 at least, rounded once."""
-    weight = layer.get_base_layer().weight
+    weight = _weight(layer)
     precision = torch.promote_types(weight.dtype, torch.float32)
     summed = weight.to(precision)
     with torch.autocast(weight.device.type, enabled=False):
         for name in _active(layer):
-            a, b = (part[name].weight.to(precision) for part in (layer.lora_A, layer.lora_B))
+            a, b = (cast(Tensor, part[name].weight).to(precision) for part in (layer.lora_A, layer.lora_B))
             left, right = (a.T, b.T) if layer.fan_in_fan_out else (b, a)  # such a weight stands (in, out)
             summed = torch.addmm(summed, left, right, alpha=layer.scaling[name])
     return summed.to(weight.dtype)
