@@ -221,7 +221,7 @@ class OnPolicyDistillationConfig(TrainingArguments):
     kl_granularity: str = field(
         default="sampled",
         metadata=_help(
-            "The KL of a token: 'sampled' (by its id alone, an advantage), or, of lower variance, a loss over all next tokens: "
+            "The KL of a token: 'sampled' (by its id alone, an advantage) or, of lower variance, a loss over all next tokens: "
             "'full', or 'topk' (the student's kl_top_k likeliest and a bucket for the rest). For teachers in the process.",
             choices=list(GRANULARITIES),
         ),
