@@ -80,6 +80,23 @@ def test_a_process_without_rows_of_a_teacher(
     assert_same_figures(one, several)
 
 
+@WAYS
+@pytest.mark.parametrize("teachers", ["models", "on the student", "average"])
+@pytest.mark.parametrize("granularity", ["topk", "full"])
+def test_dense_objectives_train_the_same_weights(
+    two: Processes, tmp_path: Path, how: str, teachers: str, granularity: str
+) -> None:
+    """Sharded heads are gathered for each pass, also by the process that has no token of a teacher; parts differ in number."""
+    base = save_model(tmp_path / "base", make_model(0))
+    paths = base, save_adapter(tmp_path / "adapter", base, 5)
+    dense: dict[str, Any] = {"kl_granularity": granularity, "kl_top_k": 4, "max_tokens_per_micro_batch": 24}
+    one = launched("one", train_two, str(tmp_path / "one"), teachers, *paths, per_device_train_batch_size=4, **dense)
+    several = two.run(how, train_two, str(tmp_path / how), teachers, *paths, per_device_train_batch_size=2, **dense)
+    assert all("divergence" in entry for entry in one["logs"] if "loss" in entry)
+    assert_same_weights(one, several)
+    assert_same_figures(one, several)
+
+
 def offloading(folder: str) -> None:
     make_trainer(Path(folder), teacher_offload=True)
 
