@@ -250,11 +250,6 @@ class ForcedEngine:
 class OurTrainer(TakesTurns, OnPolicyDistillationTrainer):
     """`trl_opd`."""
 
-    def score_with_teacher(self, rollout: Any) -> Tensor:
-        """Timed."""
-        with self.arm.phase("teacher"):
-            return super().score_with_teacher(rollout)
-
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Counts what is trained on."""
         self.arm.now.tokens += int(inputs.mask_BT.sum())
@@ -318,15 +313,14 @@ def make_arm(name: str, setting: Setting, num_steps: int, **more: Any) -> Arm:
         return Arm(name, partial(_train_bare, setting, num_steps))
     if name == "trl":
         trainer = theirs(setting, num_steps)
-        timed = (trainer.model, "generate", "generate")
+        timed = [(trainer.model, "generate", "generate")]
     else:
-        if name != "sampled":
-            more = {"kl_granularity": name, **more}
-        trainer = ours(setting, num_steps, **more)
-        timed = (trainer.engine, "generate", "generate")
+        trainer = ours(setting, num_steps, **{"kl_granularity": name, **more})
+        timed = [(trainer.engine, "generate", "generate"), (trainer.teacher, "_score", "teacher")]
 
     def train(arm: Arm) -> None:
-        arm.timed(*timed)
+        for call in timed:
+            arm.timed(*call)
         trainer.take_turns(arm)
 
     return Arm(name, train)
@@ -340,12 +334,3 @@ def _train_bare(setting: Setting, num_steps: int, arm: Arm) -> None:
     while True:
         arm.turn()
         arm.now.tokens = next(steps)
-
-
-def available(names: list[str]) -> list[str]:
-    """Those of the arms that this version has; says which it has not."""
-    granular = "kl_granularity" in OnPolicyDistillationConfig.__dataclass_fields__
-    absent = [name for name in names if name in OBJECTIVES and name != "sampled" and not granular]
-    for name in absent:
-        print(f"{name}: not available, since OnPolicyDistillationConfig has no kl_granularity")
-    return [name for name in names if name not in absent]

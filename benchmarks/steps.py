@@ -17,9 +17,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from arms import ARMS, PHASES, Arm, Setting, Step, available, make_arm
+from arms import ARMS, PHASES, Arm, Setting, Step, make_arm
 from heal_pruned import load_smollm2
-from report import save, table
+from report import load, save, table
 from works import WORKS, Work
 
 
@@ -93,17 +93,16 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="do not write the results")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    names = available(options.arms)
     model, tokenizer = load_smollm2()
     teacher, _ = load_smollm2()
     found = {}
     for name in options.works:
         setting = Setting(model, teacher.eval().requires_grad_(False), tokenizer, WORKS[name])
-        found[name] = figures(WORKS[name], measure(setting, names, options.pairs))
+        found[name] = figures(WORKS[name], measure(setting, options.arms, options.pairs))
         print(show(name, found[name]), flush=True)
         gc.collect()
     if not options.dry:
-        save("steps", {"works": found})
+        save("steps", {"works": load().get("steps", {}).get("works", {}) | found})
 
 
 if __name__ == "__main__":
