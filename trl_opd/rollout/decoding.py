@@ -63,6 +63,7 @@ def sample_rows(
     sampler: PolicySampler,
     stop_ids: Sequence[int],
     *,
+    pad_id: int | None,
     synced_gpus: bool,
 ) -> None:
     """Samples until each row has drawn a stop token or `limits` tokens; they are in `sampler` then.
@@ -73,18 +74,19 @@ def sample_rows(
         limits: At least 1.
         sampler: Draws and keeps the tokens. What it holds behind the end of a row is to be ignored.
         stop_ids: Token ids that end a row.
+        pad_id: See `padded`.
         synced_gpus: Whether the processes hold parts of one model, so that each must go on until the last is done.
     """
     device = sampler.rows_B.device
     stops, limits_B = torch.tensor(stop_ids, device=device), torch.tensor(limits, device=device)
     if synced_gpus or not has_cache_of_rows(model):
-        ids_BT, mask_BT = padded(prompts, device)
+        ids_BT, mask_BT = padded(prompts, pad_id, device)
         ended = Ended(stops, limits_B, ids_BT.shape[1], len(prompts))
         with record_function("decode"):
             _generate(model, ids_BT, mask_BT, max(limits), sampler, ended, synced_gpus=synced_gpus)
         return
     number = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-    ids_UT, mask_UT = padded([list(prompt) for prompt in number], device)
+    ids_UT, mask_UT = padded([list(prompt) for prompt in number], pad_id, device)
     with record_function("prefill"):
         logits_UV, cache = _prefill(model, ids_UT, mask_UT)
     rows_B = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=device)
@@ -108,13 +110,13 @@ def sample_rows(
         rows_B = torch.arange(len(ids_BT), device=device)
 
 
-def padded(prompts: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(B, T) ids and attention mask, padded on the left with each prompt's first token.
+def padded(prompts: Sequence[list[int]], pad_id: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(B, T) ids and attention mask, padded on the left with `pad_id`; None: with each prompt's first token.
 
-    What pads is masked; but a repetition penalty counts it, and the first token is in the row anyhow.
+    A repetition penalty counts what pads, too, and the first token is in the row anyhow.
     """
     width = max(len(prompt) for prompt in prompts)
-    ids = [prompt[:1] * (width - len(prompt)) + prompt for prompt in prompts]
+    ids = [(prompt[:1] if pad_id is None else [pad_id]) * (width - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
@@ -125,6 +127,8 @@ def has_cache_of_rows(model: PreTrainedModel | PeftModel) -> bool:
         return False
     base = cast(Any, model.get_base_model() if isinstance(model, PeftModel) else model)
     text = base.config.get_text_config(decoder=True)
+    if base._is_stateful:  # what it remembers is in its layers
+        return False
     if text is not base.config or not base._supports_default_dynamic_cache():  # what `generate` asks itself
         return False
     return all(type(layer) is DynamicLayer for layer in DynamicCache(config=text).layers)
