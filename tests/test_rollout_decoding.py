@@ -126,7 +126,10 @@ def test_order_of_the_caller_and_seeds_survive_the_sorting(tmp_path: Path) -> No
         same(got, [expected[i] for i in order])
     shapes = passes(model)
     engine.generate(model, PROMPTS, list(range(8)), [1] * 8)
-    assert shapes == [(2, 9), (1, 3), (2, 3), (1, 1)]  # longest first, equal prompts side by side
+    assert shapes == [(2, 9), (1, 3), (2, 3), (1, 1)]  # longest first
+    shapes.clear()
+    engine.generate(model, [[5, 6], [7, 8], [5, 6], [7, 8]], list(range(4)), [1] * 4)
+    assert shapes == [(1, 2), (1, 2)]  # equal prompts side by side
 
 
 def test_a_sliding_window_takes_the_plain_path(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def sample_rows(
     sampler: PolicySampler,
     stop_ids: Sequence[int],
     *,
-    pad_id: int,
+    pad_id: int | None,
     synced_gpus: bool,
 ) -> None:
     """Samples until each row has drawn a stop token or `limits` tokens; they are in `sampler` then.
@@ -74,20 +74,19 @@ def sample_rows(
         limits: At least 1.
         sampler: Draws and keeps the tokens. What it holds behind the end of a row is to be ignored.
         stop_ids: Token ids that end a row.
-        pad_id: Fills ragged rows of a model with a recurrent state.
+        pad_id: See `padded`.
         synced_gpus: Whether the processes hold parts of one model, so that each must go on until the last is done.
     """
     device = sampler.rows_B.device
     stops, limits_B = torch.tensor(stop_ids, device=device), torch.tensor(limits, device=device)
     number = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-    ids_UT, mask_UT = padded([list(prompt) for prompt in number], device)
+    ids_UT, mask_UT = padded([list(prompt) for prompt in number], pad_id, device)
     read = None
     if not synced_gpus and has_cache_of_rows(model):
         with record_function("prefill"):
             read = _prefill(model, ids_UT, mask_UT)
     if read is None:
-        # a recurrent state runs over the padding, whose embedding is often zero
-        ids_BT, mask_BT = padded(prompts, device, pad_id if _base(model)._is_stateful else None)
+        ids_BT, mask_BT = padded(prompts, pad_id, device)
         ended = Ended(stops, limits_B, ids_BT.shape[1], len(prompts))
         with record_function("decode"):
             _generate(model, ids_BT, mask_BT, max(limits), sampler, ended, synced_gpus=synced_gpus)
@@ -114,10 +113,10 @@ def sample_rows(
         rows_B = torch.arange(len(ids_BT), device=device)
 
 
-def padded(prompts: Sequence[list[int]], device: torch.device, pad_id: int | None = None) -> tuple[Tensor, Tensor]:
-    """(B, T) ids and attention mask, padded on the left with `pad_id`, by default each prompt's first token.
+def padded(prompts: Sequence[list[int]], pad_id: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(B, T) ids and attention mask, padded on the left with `pad_id`; None: with each prompt's first token.
 
-    What pads is masked; but a repetition penalty counts it, and the first token is in the row anyhow.
+    A repetition penalty counts what pads, too, and the first token is in the row anyhow.
     """
     width = max(len(prompt) for prompt in prompts)
     ids = [(prompt[:1] if pad_id is None else [pad_id]) * (width - len(prompt)) + prompt for prompt in prompts]
@@ -131,8 +130,9 @@ def has_cache_of_rows(model: PreTrainedModel | PeftModel) -> bool:
         return False
     base = _base(model)
     text = base.config.get_text_config(decoder=True)
-    # `generate` asks the second itself; some recurrent models pass it, and keep their state elsewhere
-    if text is not base.config or not base._supports_default_dynamic_cache() or base._is_stateful:
+    if base._is_stateful:  # what it remembers is in its layers
+        return False
+    if text is not base.config or not base._supports_default_dynamic_cache():  # what `generate` asks itself
         return False
     return all(type(layer) is DynamicLayer for layer in DynamicCache(config=text).layers)
 

@@ -34,7 +34,7 @@ class TransformersEngine:
     Args:
         args: Sampling settings.
         stop_ids: Every token id that ends a completion.
-        pad_id: Fills ragged rows of a model with a recurrent state; others are padded with a token of their own, see `padded`.
+        pad_id: Fills ragged rows while generating, unless a repetition penalty would count it; its value is irrelevant.
         vocab_size: Number of ids the policy ranges over; rows of the head beyond are never sampled.
         synced_gpus: Whether the processes hold parts of one model, so that each must go on until the last is done.
     """
@@ -83,7 +83,8 @@ class TransformersEngine:
         self, model: PreTrainedModel | PeftModel, prompts: Sequence[list[int]], seeds: Sequence[int], limits: Sequence[int]
     ) -> list[Completion]:
         sampler = PolicySampler(self.args, self.vocab_size, uniforms(seeds, max(limits), self.args.device))
-        sample_rows(model, prompts, limits, sampler, self.stop_ids, pad_id=self.pad_id, synced_gpus=self.synced_gpus)
+        pad_id = self.pad_id if sampler.penalty is None else None
+        sample_rows(model, prompts, limits, sampler, self.stop_ids, pad_id=pad_id, synced_gpus=self.synced_gpus)
         sampled = zip(sampler.ids_BT.tolist(), sampler.logps_BT.tolist(), limits, strict=True)
         return [self._completion(*row) for row in sampled]
 
