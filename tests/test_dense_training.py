@@ -141,6 +141,28 @@ def test_each_row_is_compared_with_its_own_teacher(granularity: str, parts: int 
         torch.testing.assert_close(grads[name], parameter.grad, atol=1e-6, rtol=1e-4)
 
 
+def test_tokens_that_the_student_did_not_sample_have_no_divergence(tmp_path: Path) -> None:
+    """What a user's loop put between the student's turns; lengths of turns differ."""
+
+    def loop(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        ids = [[5 + (7 * i + t) % 30 for t in range(4 + i % 3)] for i in range(len(prompts))]
+        return {
+            "prompt_ids": trainer.processing_class(prompts)["input_ids"],
+            "completion_ids": ids,
+            "env_mask": [[1, 0, *[1] * (len(row) - 2)] for row in ids],
+            "logprobs": None,
+        }
+
+    trainer = make(tmp_path, "full", rollout_func=loop)
+    trainer.train()
+    ((batch, grads),) = trainer.updates
+    student = make_model(0)
+    divergence_N = textbook(action_logits(student, batch), action_logits(make_model(1), batch), "full", "reverse")
+    divergence_N.mean().backward()
+    for name, parameter in student.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad, atol=1e-6, rtol=1e-4)
+
+
 @pytest.mark.parametrize("teacher", ["base", "offloaded", "privileged"])
 def test_other_teachers_in_the_process(teacher: str, tmp_path: Path) -> None:
     """The student's base; weights that come for scoring only; a prompt of the teacher's own, longer than the student's."""

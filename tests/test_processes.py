@@ -153,8 +153,13 @@ def test_micro_batches_in_parts_train_the_same_weights(two: Processes, tmp_path:
 @WAYS
 @KINDS
 def test_sampled_completions_are_those_of_one_process(two: Processes, tmp_path: Path, how: str, kind: str) -> None:
-    """Row by row the same prompts and ids, so the same weights; rows end at different lengths on each process."""
-    one, several = both(two, how, tmp_path, Recording, kind, max_steps=5, learning_rate=1e-3, max_completion_length=12)
+    """Row by row the same prompts and ids, so the same weights; rows end at different lengths on each process.
+
+    Of the seeds, one with which no number is drawn within 1e-5 of where one token ends and the next begins: weights round
+    differently in each way, and with seed 0 one of the 480 is 3e-7 off.
+    """
+    settings: dict[str, Any] = {"max_steps": 5, "learning_rate": 1e-3, "max_completion_length": 12, "seed": 1}
+    one, several = both(two, how, tmp_path, Recording, kind, **settings)
     assert in_order_of_one(several, shares=4) == one["written"]
     lengths = [{len(ids) for _, ids in rollout} for result in several for rollout in result["written"]]
     assert max(map(len, lengths)) > 1
