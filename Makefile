@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-vllm vllm-env lint format clean
+.PHONY: help demo bench test test-all test-vllm vllm-env lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,6 +19,13 @@ $(INSTALLED): setup.cfg constraints.txt
 # The flags are what a machine without an accelerate configuration would be warned about.
 demo: $(INSTALLED) ## train the small demo: about two minutes on a CPU, no network
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no examples/distill.py
+
+# Each writes its part of benchmarks/results/bench.json, so that one can be run again alone.
+bench: $(INSTALLED) ## time and memory against TRL and a bare loop; about an hour on two quiet cores; writes docs/benchmarks.md
+	$(BIN)/python benchmarks/heads.py --save
+	$(BIN)/python benchmarks/scaling.py
+	$(BIN)/python benchmarks/steps.py
+	$(BIN)/python benchmarks/write_docs.py
 
 test: $(INSTALLED) ## run the fast tests, on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2

@@ -27,8 +27,8 @@ from trl_opd import Completion, OnPolicyDistillationConfig, OnPolicyDistillation
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LEARNING_RATE = 1e-4
-NEVER = "<repo_name>"
-"""A token of SmolLM2 that stands in for the stop token where that may not end a completion: the model does not write it."""
+NEVER = 2**31 - 1
+"""No token's id: in the place of the stop token's where that is not to end a completion."""
 OBJECTIVES = ("sampled", "topk", "full")
 ARMS = (*OBJECTIVES, "trl", "bare")
 PHASES = ("generate", "teacher", "forward", "backward", "optimizer", "rest")
@@ -142,17 +142,19 @@ class Setting:
         teacher: Frozen; the same object in all arms.
         tokenizer: Of both.
         work: The steps after the first, which is the work's `warm_up`.
+        write: Makes texts of given numbers of tokens.
     """
 
     student: Any
     teacher: Any
     tokenizer: Any
     work: Work
+    write: Callable[[tuple[int, ...], Any], list[str]] = prompts
 
     def __post_init__(self) -> None:
         warm_up = self.work.warm_up()
         lengths = (*warm_up.prompt_tokens, *self.work.prompt_tokens)
-        self.texts = prompts(lengths, self.tokenizer)
+        self.texts = self.write(lengths, self.tokenizer)
         number = len(self.work.prompt_tokens)
         self.first, self.others = self.texts[:number], self.texts[number:]
         ids = [tuple(self.tokenizer(text)["input_ids"]) for text in self.texts]
@@ -235,9 +237,9 @@ class OptimizerClock(TrainerCallback):
 class ForcedEngine:
     """An engine that is told the length of each completion."""
 
-    def __init__(self, engine: Any, lengths: Lengths, never: int) -> None:
+    def __init__(self, engine: Any, lengths: Lengths) -> None:
         self.engine, self.lengths = engine, lengths
-        engine.stop_ids = [never]
+        engine.stop_ids = [NEVER]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -283,8 +285,7 @@ def ours(setting: Setting, num_steps: int, **more: Any) -> OurTrainer:
         train_dataset=setting.rows(num_steps + 1),
         processing_class=copy.deepcopy(setting.tokenizer),
     )
-    never = setting.tokenizer.convert_tokens_to_ids(NEVER)
-    trainer.engine = ForcedEngine(trainer.engine, setting.lengths, never)  # type: ignore[assignment]
+    trainer.engine = ForcedEngine(trainer.engine, setting.lengths)  # type: ignore[assignment]
     return trainer
 
 

@@ -8,6 +8,7 @@ metrics, for a frozen head (LoRA) and a trained one.
 Memory: peak above what is there before, each arm in a process of its own; the gradient of a trained head's weights, which any
 way of computing it needs, is part of it. Whole logits of so many tokens would fill most machines: theirs is eight times that
 of an eighth of the tokens. Time: the arms alternate in one process; medians, and the ratio to whole logits within a round.
+`--save` puts the figures into benchmarks/results/bench.json.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
+from report import save, table
 from torch import Tensor
 from trl.kernels import ChunkedLogProbFunction
 
@@ -107,6 +110,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--skip_memory", action="store_true")
+    parser.add_argument("--save", action="store_true", help="write the results")
     parser.add_argument("--peak_of", nargs=2, metavar=("ARM", "HEAD"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
@@ -115,16 +119,36 @@ def main() -> None:
         print(peak(arm, options.memory_tokens, head == "trained", dtype))
         return
     print(f"{DEVICE}, {options.dtype}, torch {torch.__version__}, {torch.get_num_threads()} threads")
-    print(f"| head | arm | peak, GiB ({options.memory_tokens} tokens) | seconds ({options.tokens} tokens) | x whole |")
-    print("|---|---|---|---|---|")
+    found = []
     for head in ("frozen", "trained"):
         tensors = inputs(options.tokens, head == "trained", dtype)
         rounds = [{arm: step(arm, *tensors) for arm in ARMS} for _ in range(options.rounds + 1)][1:]
         del tensors
         for arm in ARMS:
             ratio = median(times[arm] / times["whole logits"] for times in rounds)
-            memory = "" if options.skip_memory else f"{total_peak(arm, head, options) / 2**30:.2f}"
-            print(f"| {head} | {arm} | {memory} | {median(t[arm] for t in rounds):.3f} | {ratio:.2f} |", flush=True)
+            memory = None if options.skip_memory else total_peak(arm, head, options) / 2**30
+            seconds = [round(times[arm], 4) for times in rounds]
+            found.append({"head": head, "arm": arm, "peak_gib": memory, "seconds": seconds, "ratio": ratio})
+    figures = {"tokens": options.tokens, "memory_tokens": options.memory_tokens, "dtype": options.dtype, "arms": found}
+    print(show(figures))
+    if options.save:
+        save("heads", figures)
+
+
+def show(found: dict[str, Any]) -> str:
+    """The table."""
+    head = ["head", "arm", f"peak, GiB ({found['memory_tokens']} tokens)", f"seconds ({found['tokens']} tokens)", "x whole"]
+    rows = [
+        [
+            own["head"],
+            own["arm"],
+            "" if own["peak_gib"] is None else f"{own['peak_gib']:.2f}",
+            f"{median(own['seconds']):.3f}",
+            f"{own['ratio']:.2f}",
+        ]
+        for own in found["arms"]
+    ]
+    return table(head, rows)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Student and teacher are SmolLM2-135M, the student with LoRA r=32 on all linear l
 order that changes from round to round; figures are medians over the rounds, ratios those of a round. Each arm's first step, on
 short texts, is not counted. Lengths of completions are forced, and the trained tokens of all arms compared.
 
-Writes benchmarks/results/bench.json; `report_all.py` makes docs/benchmarks.md and the picture of it.
+Writes benchmarks/results/bench.json; `write_docs.py` makes the tables of docs/benchmarks.md and a picture of it.
 """
 
 from __future__ import annotations

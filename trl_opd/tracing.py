@@ -58,10 +58,13 @@ class TraceCallback(TrainerCallback):
         done, _ = self._profile, self._drop()
         if done is None:
             return
-        folder = Path(str(args.output_dir)) / "traces"
-        folder.mkdir(parents=True, exist_ok=True)
         rank = f"_rank{args.process_index}" if args.world_size > 1 else ""
-        done.export_chrome_trace(str(folder / f"step_{state.global_step}{rank}.json"))
+        self.write(done, Path(str(args.output_dir)) / "traces" / f"step_{state.global_step}{rank}.json")
+
+    def write(self, done: profile, path: Path) -> None:
+        """Writes what was recorded of a step."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        done.export_chrome_trace(str(path))
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Drops what a run left that an error ended."""
