@@ -24,14 +24,13 @@ from .comparison import compare
 from .divergence import check_divergence
 from .heads import Policy
 from .layout import Layout
-from .logprobs import score, score_in_batches
+from .logprobs import score, score_in_batches, score_tokens
 from .metrics import Metrics
 from .models import eval_mode
 from .prompt_sharing import prompt_sharing
 from .rewards import reward_advantages
 from .rng import forked_rng
 from .rows import Filler
-from .scorers import LogProbs
 from .servers import ServerError
 from .steps import EVAL, SteppingTrainer
 from .teachers import ModelTeacher, ServerTeacher, Teacher, divergences, rows_by_teacher, teachers_of
@@ -121,10 +120,10 @@ class DistillationLoop(SteppingTrainer):
         """Log-probs of the action tokens, entropies and, of a dense objective, divergences from the teacher: (B, T) each."""
         tokens = batch.ids_BT, batch.attention_mask_BT, batch.mask_BT
         policy, divergence = Policy(self.args.temperature, self.vocab_size), self.args.divergence
-        layout = Layout.of(*tokens, prompt_sharing(model), batch.rows)
         if divergence is None:
-            logps_BT, entropy_BT = score(model, layout, LogProbs(policy, entropy=True))
-            return logps_BT, entropy_BT, None
+            settings: dict[str, Any] = {"temperature": policy.temperature, "vocab_size": policy.vocab_size}
+            return *score_tokens(model, *tokens, rows=batch.rows, **settings), None
+        layout = Layout.of(*tokens, prompt_sharing(model), batch.rows)
         weighted = bool(self.args.kl_discount_factor or self.reward_weights or self.args.loss_fn == "dro")
         scorer = divergences(self.teacher, batch, layout, policy, divergence, policy_gradient=weighted)
         logps_BT, entropy_BT, divergence_BT = score(model, layout, scorer)
