@@ -102,8 +102,8 @@ def main() -> None:
         found[name] = figures(WORKS[name], measure(setting, names, options.pairs))
         print(show(name, found[name]), flush=True)
         gc.collect()
-    if not options.dry:
-        save("steps", {"works": found})
+        if not options.dry:
+            save("steps", {"works": found})
 
 
 if __name__ == "__main__":
