@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, repeat
 from threading import Semaphore, Thread
-from typing import Any
+from typing import Any, TypeVar
 
 import datasets
 import torch
@@ -31,6 +31,7 @@ NEVER = 2**31 - 1
 """No token's id: in the place of the stop token's where that is not to end a completion."""
 OBJECTIVES = ("sampled", "topk", "full")
 ARMS = (*OBJECTIVES, "trl", "bare")
+Ours = TypeVar("Ours", bound=OnPolicyDistillationTrainer)
 PHASES = ("generate", "teacher", "forward", "backward", "optimizer", "rest")
 
 
@@ -273,10 +274,10 @@ class TheirTrainer(TakesTurns, DistillationTrainer):
         return super()._get_last_hidden_state(unwrapped_model, *args, **kwargs)
 
 
-def ours(setting: Setting, num_steps: int, **more: Any) -> OurTrainer:
-    """The trainer of an objective; `more` are settings."""
+def ours(setting: Setting, num_steps: int, cls: type[Ours], **more: Any) -> Ours:
+    """Our trainer; `more` are settings."""
     arguments = setting.arguments(num_steps)
-    trainer = OurTrainer(
+    trainer = cls(
         model=setting.adapted(),
         teacher_model=setting.teacher,
         args=OnPolicyDistillationConfig(
@@ -316,7 +317,7 @@ def make_arm(name: str, setting: Setting, num_steps: int, **more: Any) -> Arm:
         trainer = theirs(setting, num_steps)
         timed = [(trainer.model, "generate", "generate")]
     else:
-        trainer = ours(setting, num_steps, **{"kl_granularity": name, **more})
+        trainer = ours(setting, num_steps, OurTrainer, **{"kl_granularity": name, **more})
         timed = [(trainer.engine, "generate", "generate"), (trainer.teacher, "_score", "teacher")]
 
     def train(arm: Arm) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+import trl_opd
+
 RESULTS = Path(__file__).parent / "results" / "bench.json"
-PACKAGES = ("trl_opd", "trl", "transformers", "accelerate", "peft", "torch")
+PACKAGES = ("trl", "transformers", "accelerate", "peft", "torch")
 
 
 def machine() -> dict[str, Any]:
@@ -21,7 +23,7 @@ def machine() -> dict[str, Any]:
     found = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "date": datetime.date.today().isoformat(),
-        "versions": {name: version(name) for name in PACKAGES},
+        "versions": {"trl_opd": trl_opd.__version__, **{name: version(name) for name in PACKAGES}},
         "cpu": found[0].split(":")[1].strip() if found else "unknown",
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),

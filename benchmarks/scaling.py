@@ -48,7 +48,7 @@ def texts(lengths: tuple[int, ...], tokenizer: Any) -> list[str]:
 def model(seed: int, vocab: int) -> Any:
     """A random Llama."""
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(vocab_size=vocab, eos_token_id=1, pad_token_id=0, **sizes)).eval()
 
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import torch
-from arms import Arm, Setting, ours
+from arms import Setting, ours
 from heal_pruned import load_smollm2
 from report import table
 from torch.profiler import profile
+from transformers import PrinterCallback
 from works import WORKS
 
+from trl_opd import OnPolicyDistillationTrainer
 from trl_opd.tracing import TraceCallback
 
 SPANS = {
@@ -65,21 +66,16 @@ def main() -> None:
     student, tokenizer = load_smollm2()
     teacher, _ = load_smollm2()
     setting = Setting(student, teacher.eval().requires_grad_(False), tokenizer, WORKS[options.work])
-    trainer = ours(setting, options.steps, trace_steps=[2 + n for n in range(options.steps)])
+    steps = {"trace_steps": [2 + n for n in range(options.steps)], "max_steps": options.steps + 1}
+    trainer = ours(setting, options.steps, OnPolicyDistillationTrainer, **steps)
+    trainer.remove_callback(PrinterCallback)
     (traces,) = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, TraceCallback)]
 
     def tell(done: profile, path: Path) -> None:
         print(f"{path.stem}\n{show(done, options.top)}", flush=True)
 
     traces.write = tell
-
-    def train(arm: Any) -> None:
-        trainer.take_turns(arm)
-
-    arm = Arm("sampled", train)
-    for _ in range(options.steps + 1):
-        arm.step()
-    arm.close()
+    trainer.train()  # in this thread: the profiler, first used in another one, crashed
 
 
 if __name__ == "__main__":

@@ -101,8 +101,8 @@ def main() -> None:
         found[name] = figures(WORKS[name], measure(setting, options.arms, options.pairs))
         print(show(name, found[name]), flush=True)
         gc.collect()
-    if not options.dry:
-        save("steps", {"works": load().get("steps", {}).get("works", {}) | found})
+        if not options.dry:
+            save("steps", {"works": load().get("steps", {}).get("works", {}) | {name: found[name]}})
 
 
 if __name__ == "__main__":

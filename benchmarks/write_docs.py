@@ -47,7 +47,8 @@ def filled(text: str, part: str, found: dict[str, Any]) -> str:
 def draw(works: dict[str, Any], path: Path) -> None:
     """Bars of each work's arms, cut into phases."""
     figure = Figure(figsize=(4 * len(works), 3.2), layout="constrained")
-    for axes, (name, work) in zip(figure.subplots(1, len(works), squeeze=False)[0], works.items(), strict=True):
+    places = figure.subplots(1, len(works), squeeze=False)[0]
+    for axes, (name, work) in zip(places, works.items(), strict=True):
         arms = work["arms"]
         bottoms = [0.0] * len(arms)
         for phase in PHASES:
@@ -55,7 +56,8 @@ def draw(works: dict[str, Any], path: Path) -> None:
             axes.bar(list(arms), heights, bottom=bottoms, label=phase)
             bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
         axes.set_title(f"{name}: {work['tokens']} tokens")
-    axes.legend(fontsize="small")
+    handles, labels = places[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right", fontsize="small")
     figure.supylabel("seconds of a step")
     figure.savefig(path, dpi=110)
 
