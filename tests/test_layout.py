@@ -205,6 +205,24 @@ def test_layers_of_a_sliding_window(kind: str, window: int, rows_made: int) -> N
         torch.testing.assert_close(logps[row, 9 : 9 + len(completion)], expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_long_sequence_keeps_its_window_beside_a_group_that_shares_a_row(planned: bool) -> None:
+    """A mask for each pair of tokens is that of all rows of a pass, and has no window."""
+    model = windowed(MistralForCausalLM, MistralConfig, 14)
+    rows = [*group(8, 22, first=11), *group(8, 5, 5, 5, 4)]
+    ids, mask, wanted = batch(rows)
+    shapes = seen_tokens(model)
+    if planned:
+        logps = score_in_batches(model, ids, mask, wanted, temperature=1.0, vocab_size=43, batch_size=len(rows))
+        assert (1, 27) in shapes  # the group in one row
+    else:
+        with torch.no_grad():
+            logps = token_logps(model, ids, mask, wanted_mask=wanted)
+    for row, (prompt, completion) in enumerate(rows):
+        expected = logps_alone(model, prompt + completion)[8:]
+        torch.testing.assert_close(logps[row, 8 : 8 + len(completion)], expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])

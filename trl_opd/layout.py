@@ -14,7 +14,7 @@ How this differs from the usual padded batch:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import Any
 
@@ -75,10 +75,17 @@ def plan_passes(
         At least one pass; the only one is empty if there is nothing to score. Of several in a row, all begin alike.
     """
     on_cpu = ids_BT.cpu(), attention_mask_BT.cpu().bool(), wanted_BT.cpu().bool()
-    rows = _Sequences.of(*on_cpu).rows(sharing, max_tokens)
-    rows.sort(key=lambda row: (-row.width, row.members))
-    equal_length = inf if sharing is None else sharing.equal_length
+    sequences, equal_length = _Sequences.of(*on_cpu), inf if sharing is None else sharing.equal_length
     pass_cost = PASS_COST["cpu" if ids_BT.device.type == "cpu" else "cuda"]
+    # apart: a mask for each pair of tokens is that of a whole pass, and would take the window off the long ones
+    long, short = sequences.longer_than(inf if sharing is None else sharing.longest)
+    passes = _passes(long.rows(None), max_tokens, equal_length, pass_cost)
+    return passes + _passes(short.rows(sharing, max_tokens), max_tokens, equal_length, pass_cost) or [[]]
+
+
+def _passes(rows: list[Row], max_tokens: float, equal_length: float, pass_cost: float) -> list[list[tuple[int, ...]]]:
+    """The rows in the passes in which they cost least."""
+    rows = sorted(rows, key=lambda row: (-row.width, row.members))
     # best[i]: the least cost of the rows from i on, and where the pass that begins with row i ends
     best: list[tuple[float, int]] = [(0.0, len(rows))] * (len(rows) + 1)
     for start in reversed(range(len(rows))):
@@ -93,7 +100,7 @@ def plan_passes(
     while start < len(rows):
         passes.append([row.members for row in rows[start : best[start][1]]])
         start = best[start][1]
-    return passes or [[]]
+    return passes
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,12 @@ class _Sequences:
         before_BT = real_BT.cumsum(dim=1) - 1
         found = [before[wanted][:1].tolist() for before, wanted in zip(before_BT, real_BT & wanted_BT, strict=True)]
         return cls(ids, [first[0] if first else None for first in found])
+
+    def longer_than(self, tokens: float) -> tuple[_Sequences, _Sequences]:
+        """The same, with nothing to score but in those of more tokens; and in the others."""
+        pairs = list(zip(self.ids, self.firsts, strict=True))
+        long = [first if len(ids) > tokens else None for ids, first in pairs]
+        return replace(self, firsts=long), replace(self, firsts=[None if len(ids) > tokens else first for ids, first in pairs])
 
     def row(self, members: Sequence[int]) -> Row:
         """One for these, which begin alike."""
@@ -134,8 +147,6 @@ class _Sequences:
 def _sequences_a_row(alone: Sequence[Row], sharing: Sharing, max_tokens: float) -> int:
     """How many of a group to put into a row, so that it costs least; given are the rows of each by itself."""
     shared, longest = alone[0].shared, max(row.width for row in alone)
-    if longest > sharing.longest:
-        return 1
     mean_rest = sum(row.width for row in alone) / len(alone) - shared
     limit = min(LONGEST_SHARED_ROW, max_tokens)
     costs = {
@@ -187,6 +198,8 @@ class Layout:
         wanted_BT = real_BT if wanted_BT is None else real_BT & wanted_BT.cpu().bool()
         wanted_BT = wanted_BT & (real_BT.cumsum(dim=1) > 1)
         sequences = _Sequences.of(ids_BT, real_BT, wanted_BT)
+        if rows is None and sharing and sequences.longer_than(sharing.longest)[0].rows(None):
+            sharing = None  # a mask for each pair of tokens would have no window
         laid = sequences.rows(sharing) if rows is None else [sequences.row(members) for members in rows]
         laid = laid or [Row((0,), 0, min(2, len(sequences.ids[0])))]
 
