@@ -241,3 +241,22 @@ def test_the_reference_here_is_that_of_the_functions() -> None:
             ids = torch.zeros(5, dtype=torch.long)
             found = compare_(student.clone(), teacher.clone(), ids, divergence, entropy=False, logp_slopes=False)
             torch.testing.assert_close(found.divergence_C, textbook(student, teacher, granularity, direction))
+
+
+@pytest.mark.parametrize("step", ["compute_advantages", "compute_policy_loss"])
+def test_a_subclass_with_a_loss_of_its_own_has_log_probs_with_a_gradient(tmp_path: Path, step: str) -> None:
+    """Without rewards and discount the trainer's own policy loss is zero, and its log-probs are not differentiated."""
+
+    def advantages(self: Any, logps: Any, teacher_logps: Any, mask: Any, rewards: Any) -> Any:
+        return mask.float()
+
+    def loss(self: Any, logps: Any, batch: Any, num_items: Any) -> Any:
+        return -logps.sum(), {}
+
+    own: Any = type("Own", (OnPolicyDistillationTrainer,), {step: {"compute_advantages": advantages}.get(step, loss)})
+    moved = []
+    for cls in (OnPolicyDistillationTrainer, own):
+        trainer = make_trainer(tmp_path, cls=cls, kl_granularity="full", max_steps=1)
+        trainer.train()
+        moved.append(weights(trainer.model))
+    assert any(not torch.equal(moved[0][name], moved[1][name]) for name in moved[0])
