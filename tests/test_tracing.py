@@ -80,6 +80,19 @@ def test_only_the_steps_asked_for_are_profiled(tmp_path: Path) -> None:
     assert "compute_loss" not in vars(trainer) and "backward" not in vars(trainer.accelerator)
 
 
+def test_a_method_replaced_for_one_trainer_stays_replaced(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, trace_steps=[1], max_steps=3)
+    own, steps = trainer.compute_loss, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        steps.append(trainer.state.global_step)
+        return own(*args, **kwargs)
+
+    trainer.compute_loss = counted
+    trainer.train()
+    assert steps == [0, 1, 2]
+
+
 def test_without_the_setting_there_is_no_profiler_and_no_file(tmp_path: Path) -> None:
     watching = Watching()
     trainer = make_trainer(tmp_path, callbacks=[watching])

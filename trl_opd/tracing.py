@@ -83,6 +83,7 @@ class TraceCallback(TrainerCallback):
 def _named(owner: Any, method: str, span: str) -> Iterator[None]:
     """Inside, calls of `owner`'s method are a span of the trace."""
     own: Callable[..., Any] = getattr(owner, method)
+    replaced = method in vars(owner)  # by a user, for this object only
 
     @functools.wraps(own)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -93,4 +94,7 @@ def _named(owner: Any, method: str, span: str) -> Iterator[None]:
     try:
         yield
     finally:
-        delattr(owner, method)  # the class's is there again
+        if replaced:
+            setattr(owner, method, own)
+        else:
+            delattr(owner, method)  # the class's is there again
