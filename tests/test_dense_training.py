@@ -245,7 +245,7 @@ def test_the_reference_here_is_that_of_the_functions() -> None:
 
 @pytest.mark.parametrize("step", ["compute_advantages", "compute_policy_loss"])
 def test_a_subclass_with_a_loss_of_its_own_has_log_probs_with_a_gradient(tmp_path: Path, step: str) -> None:
-    """Without rewards and discount the trainer's own policy loss is zero, and its log-probs are not differentiated."""
+    """Without rewards and discount the trainer's own policy loss is zero; a subclass's need not be."""
 
     def advantages(self: Any, logps: Any, teacher_logps: Any, mask: Any, rewards: Any) -> Any:
         return mask.float()

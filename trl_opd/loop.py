@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import takewhile
 from typing import Any, cast
 
 import numpy as np
@@ -125,18 +124,12 @@ class DistillationLoop(SteppingTrainer):
             settings: dict[str, Any] = {"temperature": policy.temperature, "vocab_size": policy.vocab_size}
             return *score_tokens(model, *tokens, rows=batch.rows, **settings), None
         layout = Layout.of(*tokens, prompt_sharing(model), batch.rows)
-        weighted = bool(self.args.kl_discount_factor or self.reward_weights or self.args.loss_fn == "dro") or self._own_loss()
-        scorer = divergences(self.teacher, batch, layout, policy, divergence, policy_gradient=weighted)
+        scorer = divergences(self.teacher, batch, layout, policy, divergence)
         logps_BT, entropy_BT, divergence_BT = score(model, layout, scorer)
         found, count = divergence_BT.detach()[batch.mask_BT], batch.mask_BT.sum()
         check_divergence(found, divergence.direction)
         self.metrics.add("divergence", found.sum(), count)
         return logps_BT, entropy_BT, divergence_BT
-
-    def _own_loss(self) -> bool:
-        """Whether a subclass has steps of its own that may need a gradient of the log-probs."""
-        own = takewhile(lambda cls: not cls.__module__.startswith(f"{__package__}."), type(self).__mro__)
-        return any(name in vars(cls) for cls in own for name in ("compute_advantages", "compute_policy_loss", "compute_loss"))
 
     def _with_logps(self, rollout: Rollout) -> Rollout:
         """The rollout with the student's own log-probs where a user's loop gave none (NaN); all processes must call this."""

@@ -23,9 +23,7 @@ def score_with_states(teacher: Teacher, rollout: Rollout) -> tuple[Tensor, Teach
     return scores_BT, TeacherStates(tuple(states), teacher_numbers(teacher, rollout))
 
 
-def divergences(
-    teacher: Teacher, batch: ScoredBatch, layout: Layout, policy: Policy, divergence: Divergence, *, policy_gradient: bool
-) -> Divergences:
+def divergences(teacher: Teacher, batch: ScoredBatch, layout: Layout, policy: Policy, divergence: Divergence) -> Divergences:
     """Scores the tokens of `layout`, which is of `batch`, against the teachers; under FSDP all processes must call this."""
     assert batch.states is not None, "the teachers scored without keeping their hidden states"
     numbers_N, parts = layout.places[0], []
@@ -35,5 +33,5 @@ def divergences(
         sequences = numbers_N[tokens_n].unique_consecutive().tolist()
         view = cast(InProcessTeacher, own).view([batch.states.by_sequence[sequence] for sequence in sequences])
         assert len(view.hidden) == len(tokens_n), f"{len(view.hidden)} hidden states of a teacher for {len(tokens_n)} tokens"
-        parts.append((tokens_n, Comparison(view, divergence, entropy=True, policy_gradient=policy_gradient)))
+        parts.append((tokens_n, Comparison(view, divergence, entropy=True)))
     return Divergences(policy, parts)
