@@ -223,6 +223,17 @@ def test_a_long_sequence_keeps_its_window_beside_a_group_that_shares_a_row(plann
         torch.testing.assert_close(logps[row, 8 : 8 + len(completion)], expected, atol=1e-5, rtol=0)
 
 
+def test_attention_that_is_set_anew_gets_its_own_mask() -> None:
+    """What the one reads as True and False, the other adds to its scores."""
+    model = make_model(0)
+    ids, mask, wanted = batch(group(9, 3, 1, 5))
+    with torch.no_grad():
+        before = token_logps(model, ids, mask, wanted_mask=wanted)
+        model.set_attn_implementation("eager")
+        after = token_logps(model, ids, mask, wanted_mask=wanted)
+    torch.testing.assert_close(after, before, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])

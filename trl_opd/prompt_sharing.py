@@ -20,7 +20,8 @@ ATTENTIONS = ("sdpa", "eager")
 WINDOWS = ("sliding_window", "attention_chunk_size")
 """What configurations call the number of tokens that a layer of limited attention sees."""
 
-_FOUND: weakref.WeakKeyDictionary[nn.Module, Sharing | None] = weakref.WeakKeyDictionary()
+_FOUND: weakref.WeakKeyDictionary[nn.Module, dict[str, Sharing | None]] = weakref.WeakKeyDictionary()
+"""By the implementation of attention, which may be set anew: each takes another mask."""
 
 
 def prompt_sharing(model: Any) -> Sharing | None:
@@ -32,9 +33,11 @@ def prompt_sharing(model: Any) -> Sharing | None:
     inner, compiled = unwrapped(model)
     if compiled or not isinstance(inner, PreTrainedModel):
         return None
-    if inner not in _FOUND:
-        _FOUND[inner] = _probe(model, inner)
-    return _FOUND[inner]
+    found = _FOUND.setdefault(inner, {})
+    attention = str(inner.config.get_text_config()._attn_implementation)
+    if attention not in found:
+        found[attention] = _probe(model, inner)
+    return found[attention]
 
 
 def _probe(model: nn.Module, inner: PreTrainedModel) -> Sharing | None:
