@@ -27,7 +27,8 @@ from report import save, table
 from torch import Tensor
 from trl.kernels import ChunkedLogProbFunction
 
-from trl_opd.heads import Policy, score_linear, score_logits
+from trl_opd.heads import score_linear, score_logits
+from trl_opd.linear_head import Policy
 
 HIDDEN, VOCAB = 1024, 151_936
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

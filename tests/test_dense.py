@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from trl_opd.dense import Comparison, Scores, TeacherView, compare_hidden, compare_linear, compare_logits
 from trl_opd.divergence import DIRECTIONS, Divergence
-from trl_opd.heads import LogitRule, Policy, score_linear, zeros_after
+from trl_opd.heads import score_linear, zeros_after
+from trl_opd.linear_head import LogitRule, Policy
 
 from . import test_divergence
 from .test_divergence import close, name_of

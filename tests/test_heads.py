@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from trl_opd import DistillationWarning, token_logps
-from trl_opd.heads import CHUNK_ELEMENTS, LogitRule, Policy, score_hidden, score_linear, zeros_after
+from trl_opd.heads import CHUNK_ELEMENTS, score_hidden, score_linear, zeros_after
 from trl_opd.last_layer import known_head
+from trl_opd.linear_head import LogitRule, Policy
 from trl_opd.logprobs import score_in_batches, score_tokens
 
 from .helpers import lora, make_model, make_trainer

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .divergence import Compared, Divergence, compare_
-from .heads import CHUNK_ELEMENTS, Head, LinearHead, Policy, add_product_, chunks, compute_dtype
+from .heads import CHUNK_ELEMENTS, Head, chunks
+from .linear_head import HeadGrads, LinearHead, Policy, compute_dtype
 
 Scores = tuple[Tensor, Tensor, Tensor]
 """(N,) each: log-prob of the id, entropy (without gradient), divergence."""
@@ -210,33 +211,19 @@ class _CompareLinear(torch.autograd.Function):
         if not ctx.trained:
             return _weighted(ctx.saved_tensors, divergence_grad_N, logps_grad_N), *[None] * 4
         hidden_NH, weight_VH, bias_V, ids_N = ctx.saved_tensors
-        for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         comparison = replace(ctx.settings.comparison, entropy=False)
         head = LinearHead.computing(weight_VH, bias_V, ctx.settings.policy, ctx.compute_dtype)
-        hidden_grad = torch.empty_like(hidden_NH) if for_hidden else None
-        weight_grad = torch.zeros_like(weight_VH, dtype=head.precise) if for_weight else None
-        bias_grad = torch.zeros_like(bias_V, dtype=head.precise) if for_bias else None
-        size = len(head.weight)
+        grads = HeadGrads(head, hidden_NH, weight_VH, bias_V, ctx.needs_input_grad)
         with head.as_written(hidden_NH):
-            for rows in chunks(len(ids_N), size + comparison.width(), comparison.chunk_elements):
+            for rows in chunks(len(ids_N), len(head.weight) + comparison.width(), comparison.chunk_elements):
                 logits_CV, slope = head.logits(hidden_NH[rows])
                 slopes = comparison.of_(logits_CV, ids_N[rows], rows).slopes
                 del logits_CV
                 slopes_CV = _weighted_(slopes, divergence_grad_N[rows], logps_grad_N[rows]).mul_(slope)
                 del slopes
-                if bias_grad is not None:
-                    bias_grad[:size] += slopes_CV.sum(dim=0)
-                rounded_CV = slopes_CV.to(head.weight.dtype)
-                if hidden_grad is not None:
-                    hidden_grad[rows] = (rounded_CV @ head.weight).to(hidden_NH.dtype)
-                if weight_grad is not None:
-                    add_product_(weight_grad[:size], slopes_CV, rounded_CV, hidden_NH[rows].to(head.weight.dtype))
-                del slopes_CV, rounded_CV
-        grads = [
-            None if grad is None else grad.to(tensor.dtype)
-            for grad, tensor in zip((hidden_grad, weight_grad, bias_grad), (hidden_NH, weight_VH, bias_V), strict=True)
-        ]
-        return *grads, *[None] * 2
+                grads.add(rows, slopes_CV)
+                del slopes_CV
+        return *grads.found(), *[None] * 2
 
 
 def _returned(ctx: Any, logps_C: Tensor, entropy_C: Tensor, divergence_C: Tensor, comparison: Comparison) -> Scores:

@@ -15,54 +15,17 @@ How this differs from the usual chunked loss:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from .linear_head import HeadGrads, LinearHead, Policy, compute_dtype
 
 CHUNK_ELEMENTS = 2**25
 """Logits that exist at once: 128 MiB in fp32; a chunk's work takes about three times that."""
-
-
-@dataclass(frozen=True)
-class LogitRule:
-    """What a model does to what its head returns, in the precision of that: multiply, divide or cap, or nothing."""
-
-    times: float = 1.0
-    over: float = 1.0
-    cap: float | None = None
-    """c in c · tanh(logit / c)."""
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        """The model's own logits."""
-        if self.times != 1:
-            logits = logits * self.times
-        if self.over != 1:
-            logits = logits / self.over
-        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
-
-    def slope(self, logits: Tensor) -> Tensor | float:
-        """Derivative of the model's own logits in what the head returned, at the former; in fp32 or better."""
-        slope = self.times / self.over
-        return slope if self.cap is None else slope * (1 - (logits / self.cap).square())
-
-
-@dataclass(frozen=True)
-class Policy:
-    """Which distribution a head's output stands for: that of its first `vocab_size` ids (None: all) at a temperature."""
-
-    temperature: float = 1.0
-    vocab_size: int | None = None
-    rule: LogitRule = LogitRule()
-
-    def logits(self, head_logits: Tensor) -> Tensor:
-        """(..., V) the logits the policy is the softmax of, in fp32 or better."""
-        logits = self.rule(head_logits[..., : self.vocab_size])
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
 
 
 @dataclass(frozen=True)
@@ -208,15 +171,11 @@ class _LinearLogps(torch.autograd.Function):
             (slopes_NH,) = ctx.saved_tensors
             return (slopes_NH * grad_N[:, None]).to(slopes_NH.dtype), *[None] * 4
         hidden_NH, weight_VH, bias_V, ids_N, lse_N = ctx.saved_tensors
-        for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         settings = ctx.settings
         head = LinearHead.computing(weight_VH, bias_V, settings.policy, ctx.compute_dtype)
-        hidden_grad = torch.empty_like(hidden_NH) if for_hidden else None
-        weight_grad = torch.zeros_like(weight_VH, dtype=head.precise) if for_weight else None
-        bias_grad = torch.zeros_like(bias_V, dtype=head.precise) if for_bias else None
-        size = len(head.weight)
+        grads = HeadGrads(head, hidden_NH, weight_VH, bias_V, ctx.needs_input_grad)
         with head.as_written(hidden_NH):
-            for rows in chunks(len(ids_N), size, settings.chunk_elements):
+            for rows in chunks(len(ids_N), len(head.weight), settings.chunk_elements):
                 if rows.start == 0 and ctx.kept:
                     probs_CV, slope = ctx.kept.pop()  # to be overwritten: another backward pass computes it again
                 else:
@@ -224,47 +183,9 @@ class _LinearLogps(torch.autograd.Function):
                     probs_CV = logits_CV.sub_(lse_N[rows, None]).exp_()
                     del logits_CV
                 slopes_CV = _slopes_(probs_CV, ids_N[rows], slope).mul_(grad_N[rows, None])
-                if bias_grad is not None:
-                    bias_grad[:size] += slopes_CV.sum(dim=0)
-                rounded_CV = slopes_CV.to(head.weight.dtype)
-                if hidden_grad is not None:
-                    hidden_grad[rows] = (rounded_CV @ head.weight).to(hidden_NH.dtype)
-                if weight_grad is not None:
-                    add_product_(weight_grad[:size], slopes_CV, rounded_CV, hidden_NH[rows].to(head.weight.dtype))
-                del probs_CV, slopes_CV, rounded_CV  # before the next chunk is made
-        grads = [
-            None if grad is None else grad.to(tensor.dtype)
-            for grad, tensor in zip((hidden_grad, weight_grad, bias_grad), (hidden_NH, weight_VH, bias_V), strict=True)
-        ]
-        return *grads, *[None] * 2
-
-
-@dataclass(frozen=True)
-class LinearHead:
-    """The rows of a linear head that the policy ranges over, in the precision they are multiplied in."""
-
-    weight: Tensor
-    bias: Tensor | None
-    policy: Policy
-    precise: torch.dtype
-    """Of all that follows the logits."""
-
-    @classmethod
-    def computing(cls, weight_VH: Tensor, bias_V: Tensor | None, policy: Policy, dtype: torch.dtype) -> LinearHead:
-        rows = slice(policy.vocab_size)
-        bias = None if bias_V is None else bias_V[rows].to(dtype)
-        return cls(weight_VH[rows].to(dtype), bias, policy, torch.promote_types(dtype, torch.float32))
-
-    def as_written(self, hidden: Tensor) -> AbstractContextManager[Any]:
-        """Inside, precisions are those that are written here; autocast would convert the weight anew for each chunk."""
-        return torch.autocast(hidden.device.type, enabled=False)
-
-    def logits(self, hidden_CH: Tensor) -> tuple[Tensor, Tensor | float]:
-        """The policy's logits, which are the caller's to overwrite, and their derivative in what the head returned."""
-        rule, temperature = self.policy.rule, self.policy.temperature
-        logits_CV = rule(F.linear(hidden_CH.to(self.weight.dtype), self.weight, self.bias)).to(self.precise)
-        slope = rule.slope(logits_CV) / temperature
-        return logits_CV if temperature == 1 else logits_CV.div_(temperature), slope
+                grads.add(rows, slopes_CV)
+                del probs_CV, slopes_CV  # before the next chunk is made
+        return *grads.found(), *[None] * 2
 
 
 class _Touch(torch.autograd.Function):
@@ -287,13 +208,6 @@ def zeros_after(values: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> T
     return zeros
 
 
-def compute_dtype(weight: Tensor) -> torch.dtype:
-    """What `nn.Linear` would multiply in here: autocast leaves float64 alone."""
-    device = weight.device.type
-    autocast = torch.is_autocast_enabled(device) and weight.dtype != torch.float64
-    return torch.get_autocast_dtype(device) if autocast else weight.dtype
-
-
 def chunks(num_tokens: int, num_rows: int, elements: int, *, at_least_one: bool = False) -> Iterator[slice]:
     size = max(1, elements // max(1, num_rows))
     for start in range(0, max(num_tokens, at_least_one), size):
@@ -305,14 +219,6 @@ def _slopes_(probs_CV: Tensor, ids_C: Tensor, slope: Tensor | float) -> Tensor:
     slopes_CV = probs_CV.neg_()
     slopes_CV[torch.arange(len(ids_C), device=ids_C.device), ids_C] += 1
     return slopes_CV.mul_(slope)
-
-
-def add_product_(total_VH: Tensor, slopes_CV: Tensor, rounded_CV: Tensor, hidden_CH: Tensor) -> None:
-    """Adds slopes^T hidden without rounding it first: small terms would be lost, chunk after chunk."""
-    if hidden_CH.is_cuda and hidden_CH.dtype in (torch.bfloat16, torch.float16):
-        torch.addmm(total_VH, rounded_CV.T, hidden_CH, out_dtype=torch.float32, out=total_VH)
-    else:
-        total_VH.addmm_(slopes_CV.T, hidden_CH.to(total_VH.dtype))
 
 
 def row_dots(one_NV: Tensor, other_NV: Tensor) -> Tensor:

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .checks import warn
-from .heads import Head, LogitRule, zeros_after
+from .heads import Head, zeros_after
 from .layout import Layout
+from .linear_head import LogitRule
 from .models import eval_mode, unwrapped
 
 FIELDS: dict[str, tuple[str, ...]] = {

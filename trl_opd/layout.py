@@ -107,35 +107,39 @@ def _passes(rows: list[Row], max_tokens: float, equal_length: float, pass_cost: 
 class _Sequences:
     """What their rows depend on."""
 
-    ids: list[list[int]]
+    ids_BT: Tensor
+    real_BT: Tensor
+    lengths: list[int]
     """Without padding."""
     firsts: list[int | None]
     """Tokens before the first that is scored; None if there is none to score."""
 
     @classmethod
     def of(cls, ids_BT: Tensor, real_BT: Tensor, wanted_BT: Tensor) -> _Sequences:
-        ids = [row[real].tolist() for row, real in zip(ids_BT, real_BT, strict=True)]
-        before_BT = real_BT.cumsum(dim=1) - 1
-        found = [before[wanted][:1].tolist() for before, wanted in zip(before_BT, real_BT & wanted_BT, strict=True)]
-        return cls(ids, [first[0] if first else None for first in found])
+        wanted_BT = real_BT & wanted_BT
+        before_BT = real_BT.cumsum(dim=1) - real_BT.int()
+        first_B1 = wanted_BT.int().argmax(dim=1, keepdim=True)
+        pairs = zip(before_BT.gather(1, first_B1)[:, 0].tolist(), wanted_BT.any(dim=1).tolist(), strict=True)
+        return cls(ids_BT, real_BT, real_BT.sum(dim=1).tolist(), [first if scored else None for first, scored in pairs])
 
     def longer_than(self, tokens: float) -> tuple[_Sequences, _Sequences]:
         """The same, with nothing to score but in those of more tokens; and in the others."""
-        pairs = list(zip(self.ids, self.firsts, strict=True))
-        long = [first if len(ids) > tokens else None for ids, first in pairs]
-        return replace(self, firsts=long), replace(self, firsts=[None if len(ids) > tokens else first for ids, first in pairs])
+        pairs = list(zip(self.lengths, self.firsts, strict=True))
+        long = [first if length > tokens else None for length, first in pairs]
+        return replace(self, firsts=long), replace(self, firsts=[None if n > tokens else first for n, first in pairs])
 
     def row(self, members: Sequence[int]) -> Row:
         """One for these, which begin alike."""
         shared = self.firsts[members[0]] or 0
-        return Row(tuple(members), shared, shared + sum(len(self.ids[number]) - shared for number in members))
+        return Row(tuple(members), shared, shared + sum(self.lengths[number] - shared for number in members))
 
     def rows(self, sharing: Sharing | None, max_tokens: float = inf) -> list[Row]:
         """Those in which the sequences that have a token to score cost least."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for number, first in enumerate(self.firsts):
             if first is not None:
-                groups.setdefault(tuple(self.ids[number][:first]) if sharing else (number,), []).append(number)
+                prompt = self.ids_BT[number][self.real_BT[number]][:first].tolist() if sharing else [number]
+                groups.setdefault(tuple(prompt), []).append(number)
         rows: list[Row] = []
         for members in groups.values():
             alone = [self.row([number]) for number in members]
@@ -201,7 +205,7 @@ class Layout:
         if rows is None and sharing and sequences.longer_than(sharing.longest)[0].rows(None):
             sharing = None  # a mask for each pair of tokens would have no window
         laid = sequences.rows(sharing) if rows is None else [sequences.row(members) for members in rows]
-        laid = laid or [Row((0,), 0, min(2, len(sequences.ids[0])))]
+        laid = laid or [Row((0,), 0, min(2, sequences.lengths[0]))]
 
         ids_RL = torch.zeros(len(laid), max(row.width for row in laid), dtype=torch.long)
         position_RL, owner_RL = torch.zeros_like(ids_RL), torch.full_like(ids_RL, -1)

@@ -18,9 +18,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .heads import Policy
 from .last_layer import PROBE_TOKENS, known_head, scoring
 from .layout import Layout, pass_limit, plan_passes
+from .linear_head import Policy
 from .processes import evened
 from .prompt_sharing import prompt_sharing
 from .scorers import HiddenStates, LogProbs, Scorer

@@ -22,8 +22,8 @@ from .batch import Rollout, ScoredBatch, TeacherStates
 from .callbacks import DistillationProgressCallback, StopOnSigterm
 from .comparison import compare
 from .divergence import check_divergence
-from .heads import Policy
 from .layout import Layout
+from .linear_head import Policy
 from .logprobs import score, score_in_batches, score_tokens
 from .metrics import Metrics
 from .models import eval_mode

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .dense import Comparison, compare_head, compare_logits
-from .heads import Head, LogitRule, Policy, compute_dtype, score_head, score_logits
+from .heads import Head, score_head, score_logits
+from .linear_head import LogitRule, Policy, compute_dtype
 
 
 class Scorer(Protocol):

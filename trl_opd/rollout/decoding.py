@@ -30,6 +30,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
+from ..models import without_peft
 from .sampling import PolicySampler
 
 ENOUGH = 8
@@ -128,17 +129,13 @@ def has_cache_of_rows(model: PreTrainedModel | PeftModel) -> bool:
     """Whether all that `model` remembers of a row are keys and values of each of its tokens."""
     if isinstance(model, PeftModel) and any(model.peft_config[name].is_prompt_learning for name in model.active_adapters):
         return False
-    base = _base(model)
+    base = without_peft(model)
     text = base.config.get_text_config(decoder=True)
     if base._is_stateful:  # what it remembers is in its layers
         return False
     if text is not base.config or not base._supports_default_dynamic_cache():  # what `generate` asks itself
         return False
     return all(type(layer) is DynamicLayer for layer in DynamicCache(config=text).layers)
-
-
-def _base(model: PreTrainedModel | PeftModel) -> Any:
-    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def select(cache: DynamicCache, rows_B: Tensor, unused: int) -> None:

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from ..batch import Rollout, pad_right
 from ..dense import TeacherView
-from ..heads import LogitRule, Policy
 from ..last_layer import PROBE_TOKENS, is_linear, known_head
+from ..linear_head import LogitRule, Policy
 from ..logprobs import score_in_batches, top_tokens
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from ..batch import Rollout, ScoredBatch, TeacherStates
 from ..dense import Comparison
 from ..divergence import Divergence
-from ..heads import Policy
 from ..layout import Layout
+from ..linear_head import Policy
 from ..scorers import Divergences
 from .in_process import InProcessTeacher
 from .protocol import Teacher
