@@ -1,0 +1,151 @@
+"""Who learns most from how many tokens: SFT, TRL's DistillationTrainer and GRPOTrainer, and trl_opd, on two small tasks.
+
+    python benchmarks/learning.py
+    python benchmarks/learning.py --tasks chain --arms sampled full --seeds 1
+
+Each arm trains the same student on the same prompts with the same batch, optimizer and schedule (`learning_arms.py`). Its
+learning rate is that of `RATES` with the best final accuracy in a run with seed `CHOICE_SEED`, which is not reported.
+
+`headline` makes a teacher from the student of `addition` by GRPO, and distils it back into that student: in runs of several
+lengths, to see how few steps are enough.
+
+A run is written to benchmarks/results/learning.json as it ends, and not repeated: a command that was interrupted goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from learning_arms import ARMS, train
+from learning_figures import as_points, best_rate, matrix_weights
+from learning_tables import RESULTS, run_key, show
+from learning_tasks import TASKS, Task
+from report import machine
+
+RATES = (3e-4, 1e-3, 3e-3)
+CHOICE_SEED, SEEDS = 0, (1, 2, 3)
+FRACTIONS = (0, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1)
+"""Of a run, at which its student is evaluated."""
+HEADLINE = "headline"
+GRPO_STEPS, DISTILL_STEPS = 320, (10, 20, 40, 80, 160)
+
+
+class Results:
+    """The file of results."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        empty: dict[str, Any] = {"machine": {}, "tasks": {}, "runs": {}, "headline": {}}
+        self.found = json.loads(path.read_text()) if path.exists() else empty
+
+    def get(self, part: str, key: str, make: Callable[[], Any]) -> Any:
+        """What stands in it under a key; made, and written, if it does not."""
+        if key not in self.found[part]:
+            start = time.perf_counter()
+            made = make()
+            self.found[part][key] = made
+            self.found["machine"] = machine()
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(self.found) + "\n")
+            print(f"{part} {key}: {time.perf_counter() - start:.0f} s", flush=True)
+        return self.found[part][key]
+
+
+def evaluations(steps: int) -> list[int]:
+    """The optimizer steps after which a student is evaluated."""
+    return sorted({round(fraction * steps) for fraction in FRACTIONS})
+
+
+def pair(task: Task) -> dict[str, Any]:
+    """What is known of a task's models."""
+    student, teacher = task.load("student"), task.load("teacher")
+    return {
+        "student": task.accuracy(student),
+        "teacher": task.accuracy(teacher),
+        "student_weights": matrix_weights(student),
+        "teacher_weights": matrix_weights(teacher),
+    }
+
+
+def run(results: Results, task: Task, arm: str, steps: int, rate: float, seed: int) -> float:
+    """Trains, unless that was done; returns the final accuracy."""
+
+    def make() -> dict[str, Any]:
+        teacher = task.load("teacher")
+        _, curve = train(arm, task, teacher, steps=steps, rate=rate, seed=seed, evaluate_at=evaluations(steps))
+        print(" ".join(f"{point.accuracy:.3f}" for point in curve), end="  ", flush=True)
+        settings = {"task": task.name, "arm": arm, "steps": steps, "batch": task.batch, "rate": rate, "seed": seed}
+        return {**settings, "curve": as_points(curve)}
+
+    return results.get("runs", run_key(task.name, arm, steps, task.batch, rate, seed), make)["curve"][-1]["accuracy"]
+
+
+def chosen_rate(results: Results, task: Task, arm: str, steps: int) -> float:
+    """The learning rate an arm gets on a task."""
+    return best_rate({rate: run(results, task, arm, steps, rate, CHOICE_SEED) for rate in RATES})
+
+
+def headline(results: Results, steps: int | None, seeds: list[int]) -> None:
+    """Student → GRPO → teacher → distilled back into the student; learning rates are those of the table of `addition`."""
+    task = TASKS["addition"]
+    grpo_steps, lengths = steps or GRPO_STEPS, [steps] if steps else DISTILL_STEPS
+    rates = {arm: chosen_rate(results, task, arm, steps or task.steps) for arm in ("grpo", "sampled")}
+
+    def make(seed: int) -> dict[str, Any]:
+        adapted, by_grpo = train(
+            "grpo", task, None, steps=grpo_steps, rate=rates["grpo"], seed=seed,
+            evaluate_at=range(0, grpo_steps + 1, max(1, grpo_steps // 32)),
+        )  # fmt: skip
+        teacher = adapted.merge_and_unload().eval().requires_grad_(False)
+        runs = []
+        for length in lengths:
+            _, curve = train("sampled", task, teacher, steps=length, rate=rates["sampled"], seed=seed, evaluate_at=[0, length])
+            runs.append(as_points(curve))
+            print(f"{by_grpo[-1].accuracy:.3f} in {grpo_steps}, {curve[-1].accuracy:.3f} in {length}", flush=True)
+        return {"seed": seed, "rates": rates, "grpo": as_points(by_grpo), "distilled": runs}
+
+    for seed in seeds:
+        told = f"rates {rates['grpo']:g} and {rates['sampled']:g}, seed {seed}"
+        name = f"{grpo_steps} steps, then {'/'.join(map(str, lengths))}, {told}"
+        results.get(HEADLINE, name, lambda seed=seed: make(seed))
+
+
+def main() -> None:
+    """Trains what is not there yet and prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = [*TASKS, HEADLINE]
+    parser.add_argument("--tasks", nargs="+", default=parts, choices=parts)
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--steps", type=int, help="optimizer steps of every run, to try it out")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore")
+    results = Results(options.results)
+    for name in options.tasks:
+        if name == HEADLINE:
+            headline(results, options.steps, options.seeds)
+            continue
+        task = TASKS[name]
+        results.get("tasks", name, lambda task=task: pair(task))
+        for arm in options.arms:
+            steps = options.steps or task.steps
+            rate = chosen_rate(results, task, arm, steps)
+            for seed in options.seeds:
+                run(results, task, arm, steps, rate, seed)
+    print(show(results.found))
+
+
+if __name__ == "__main__":
+    main()
