@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 import transformers
 from learning_arms import ARMS, train
@@ -30,7 +31,7 @@ from learning_tables import RESULTS, run_key, show
 from learning_tasks import TASKS, Task
 from report import machine
 
-RATES = (3e-4, 1e-3, 3e-3)
+RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 CHOICE_SEED, SEEDS = 0, (1, 2, 3)
 FRACTIONS = (0, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1)
 """Of a run, at which its student is evaluated."""
@@ -131,6 +132,7 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
     warnings.filterwarnings("ignore")
     results = Results(options.results)
     for name in options.tasks:

@@ -2,7 +2,7 @@
 
 - `addition` is that of examples/addition.py with its models: at most five tokens an answer.
 - `chain` has answers of 41 tokens, each of which needs the one before it: the running sums, modulo 10, of 40 digits. A prompt
-  is `"3141…="`, its answer `"3485…"` (3, 3+1, 3+1+4, …) and the end token. After one wrong digit all later ones are wrong, if
+  is `"3141…="`, its answer `"3489…"` (3, 3+1, 3+1+4, …) and the end token. After one wrong digit all later ones are wrong, if
   the model goes on adding.
 
 `python benchmarks/learning_tasks.py` makes the models of `chain` anew, in benchmarks/results/chain/. Both are a Llama of two
@@ -113,7 +113,7 @@ class Task:
         return addition.accuracy(texts, rows["answer"])
 
 
-def exact_match(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+def exact_match(completions: list[str], answer: list[str], **_: Any) -> list[float | None]:
     """Reward, in TRL's signature: 1 for the right answer, else 0; the same comparison as `Task.accuracy`."""
     return [float(c == a) for c, a in zip(completions, answer, strict=True)]
 
