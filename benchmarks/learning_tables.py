@@ -86,34 +86,42 @@ def show_task(found: dict[str, Any], task: str) -> str:
     return f"{title}\n\n{table(head, rows)}"
 
 
-def show_headline(runs: Sequence[Run]) -> str:
-    """A row for each seed."""
-    rows = []
-    for run in runs:
-        grpo, distilled = curve_of(run["grpo"]), [curve_of(curve) for curve in run["distilled"]]
+def show_headline(entries: Sequence[Run]) -> str:
+    """A row for each seed but the one that the rates were chosen by (the least)."""
+    chosen_by, rows = min(entry["seed"] for entry in entries), []
+    for entry in entries:
+        if entry["seed"] == chosen_by:
+            continue
+        grpo, runs = curve_of(entry["grpo"]), entry["distilled"]
         start, teacher = grpo[0].accuracy, grpo[-1].accuracy
         target = start + GAIN * (teacher - start)
         own = first_reach(grpo, target)
         assert own is not None  # its last point is the teacher
-        enough = next((curve[-1].step for curve in distilled if curve[-1].accuracy >= target), None)
+        enough = next((run["steps"] for run in runs if run["accuracy"] >= target), None)
         ratios = (f"{steps / enough:.1f}" if enough else "" for steps in (grpo[-1].step, own.step))
-        ends = ", ".join(f"{curve[-1].accuracy:.3f} ({curve[-1].step})" for curve in distilled)
+        ends = (f"{run['accuracy']:.3f} ({gap_recovery(run['accuracy'], start, teacher):.2f})" for run in runs)
         rows.append(
             [
-                str(run["seed"]),
+                str(entry["seed"]),
                 f"{start:.3f}",
                 f"{teacher:.3f} ({grpo[-1].step})",
                 str(own.step),
-                ends,
+                *ends,
                 str(enough or "not reached"),
                 *ratios,
             ]
         )
     share = f"{GAIN:.0%}"
     head = [
-        "seed", "student", "GRPO teacher (steps)", f"GRPO's steps to {share} of its gain", "distilled (steps of the run)",
-        f"steps that reach {share}", "× fewer than GRPO's run", f"× fewer than GRPO to {share}",
-    ]  # fmt: skip
+        "seed",
+        "student",
+        "GRPO teacher (steps)",
+        f"GRPO's steps to {share} of its gain",
+        *(f"distilled in {run['steps']} steps, rate {run['rate']:g} (of the gain)" for run in entries[-1]["distilled"]),
+        f"steps that reach {share}",
+        "× fewer than GRPO's run",
+        f"× fewer than GRPO to {share}",
+    ]
     return table(head, rows)
 
 

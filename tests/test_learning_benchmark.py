@@ -96,14 +96,17 @@ def test_a_table_by_hand() -> None:
 
 def test_the_headline_by_hand() -> None:
     grpo = [Point(0, 0.5, 0, 0), Point(160, 0.89, 1, 1), Point(320, 0.9, 2, 2)]  # 0.5 + 0.95 · 0.4 = 0.88, at step 160
-    ends = [[CURVE[0], Point(10, 0.87, 1, 1)], [CURVE[0], Point(20, 0.88, 2, 2)], [CURVE[0], Point(40, 0.9, 4, 4)]]
-    run = {"seed": 1, "grpo": as_points(grpo), "distilled": [as_points(curve) for curve in ends]}
-    row = [cell.strip() for cell in learning_tables.show_headline([run]).splitlines()[-1].strip("|").split("|")]
-    distilled = "0.870 (10), 0.880 (20), 0.900 (40)"
-    assert row == ["1", "0.500", "0.900 (320)", "160", distilled, "20", "16.0", "8.0"]
-    run["distilled"] = run["distilled"][:1]
-    row = [cell.strip() for cell in learning_tables.show_headline([run]).splitlines()[-1].strip("|").split("|")]
-    assert row[-3:] == ["not reached", "", ""]
+    runs = [{"steps": n, "rate": 1e-3, "accuracy": end} for n, end in [(10, 0.87), (20, 0.88), (40, 0.9)]]
+    choice = {"seed": 0, "grpo": as_points(grpo), "distilled": []}
+
+    def last_row(**entry: Any) -> list[str]:
+        lines = learning_tables.show_headline([choice, {"seed": 1, "grpo": as_points(grpo), **entry}]).splitlines()
+        assert len(lines) == 3  # the seed of the choice is not told
+        return [cell.strip() for cell in lines[-1].strip("|").split("|")]
+
+    ends = ["0.870 (0.92)", "0.880 (0.95)", "0.900 (1.00)"]
+    assert last_row(distilled=runs) == ["1", "0.500", "0.900 (320)", "160", *ends, "20", "16.0", "8.0"]
+    assert last_row(distilled=runs[:1])[-3:] == ["not reached", "", ""]
 
 
 def test_chain_by_hand() -> None:
@@ -170,6 +173,6 @@ def test_the_driver_and_that_it_goes_on(tmp_path: Path) -> None:
         assert ("runs addition/sampled" in done.stdout) is not again
     found = json.loads(results.read_text())
     assert len(found["runs"]) == 2 * (4 + 1)
-    assert len(found["headline"]) == 1
+    assert len(found["headline"]) == 2  # one to choose the rate
     learning_tables.draw(found, tmp_path / "learning.png")
     assert (tmp_path / "learning.png").stat().st_size > 0
