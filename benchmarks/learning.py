@@ -96,7 +96,7 @@ def chosen_rate(results: Results, task: Task, arm: str, steps: int) -> float:
 
 
 def headline(results: Results, steps: int | None, seeds: list[int]) -> None:
-    """Student → GRPO → teacher → distilled back into the student, in runs of several lengths, each with the rate chosen for it."""
+    """Student → GRPO → teacher → distilled back into the student, in runs of several lengths, each with a rate of its own."""
     task = TASKS["addition"]
     grpo_steps, lengths = steps or GRPO_STEPS, [steps] if steps else DISTILL_STEPS
     grpo_rate = chosen_rate(results, task, "grpo", steps or task.steps)

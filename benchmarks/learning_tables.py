@@ -68,6 +68,7 @@ def show_task(found: dict[str, Any], task: str) -> str:
             [
                 arm,
                 f"{runs[0]['rate']:g}",
+                str(len(runs)),
                 f"{mean(point.accuracy for point in last):.3f}",
                 spread(recovered, "{:.2f}".format),
                 *(spread_reached([cost and cost[0] / 1e3 for cost in costs], "{:.1f}".format) for costs in reached),
@@ -77,7 +78,17 @@ def show_task(found: dict[str, Any], task: str) -> str:
             ]
         )
     tokens, operations = ([f"{unit} to {target:.0%}" for target in TARGETS] for unit in ("1,000 tokens", "GFLOP"))
-    head = [task, "learning rate", "accuracy", "gap recovery", *tokens, *operations, "1,000 tokens, all", "GFLOP, all"]
+    head = [
+        task,
+        "learning rate",
+        "seeds",
+        "accuracy",
+        "gap recovery",
+        *tokens,
+        *operations,
+        "1,000 tokens, all",
+        "GFLOP, all",
+    ]
     steps = next(iter(reported(found, task).values()), [{"steps": 0, "batch": 0}])[0]
     title = (
         f"`{task}`: student {pair['student']:.3f}, teacher {pair['teacher']:.3f}; "

@@ -90,7 +90,7 @@ def test_a_table_by_hand() -> None:
     row = [cell.strip() for cell in learning_tables.show(found).splitlines()[-1].strip("|").split("|")]
     # (0.9 - 0.5) / 0.4 = 1 and (0.6 - 0.5) / 0.4; half the gap is 0.7, eight tenths 0.82
     recovery, half, most = "0.62 (0.25 to 1.00)", "0.1 (0.1 to 0.1)", "0.4 (0.4 to 0.4), 1 of 2 runs"
-    assert row == ["full", "0.001", "0.750", recovery, half, most, "0 (0 to 0)", "0 (0 to 0), 1 of 2 runs", "0.4", "0"]
+    assert row == ["full", "0.001", "2", "0.750", recovery, half, most, "0 (0 to 0)", "0 (0 to 0), 1 of 2 runs", "0.4", "0"]
     assert learning_tables.costs(found, finished("full", 1e-3, 1, 0.9), 0.8) == (400, 1200 * 280 / 1e9)
 
 
