@@ -31,14 +31,19 @@ def run_key(task: str, arm: str, steps: int, batch: int, rate: float, seed: int)
     return f"{task}/{arm}/{steps}x{batch}/rate {rate:g}/seed {seed}"
 
 
-def reported(found: dict[str, Any], task: str) -> dict[str, list[Run]]:
-    """The runs of each arm that are told: those of the chosen rate, but for the seed it was chosen by (the least)."""
-    by_arm: dict[str, list[Run]] = defaultdict(list)
+def by_arm(found: dict[str, Any], task: str) -> dict[str, list[Run]]:
+    """All runs of a task."""
+    arms: dict[str, list[Run]] = defaultdict(list)
     for run in found["runs"].values():
         if run["task"] == task:
-            by_arm[run["arm"]].append(run)
+            arms[run["arm"]].append(run)
+    return arms
+
+
+def reported(found: dict[str, Any], task: str) -> dict[str, list[Run]]:
+    """The runs of each arm that are told: those of the chosen rate, but for the seed it was chosen by (the least)."""
     told = {}
-    for arm, runs in by_arm.items():
+    for arm, runs in by_arm(found, task).items():
         seed = min(run["seed"] for run in runs)
         rate = best_rate({run["rate"]: run["curve"][-1]["accuracy"] for run in runs if run["seed"] == seed})
         told[arm] = [run for run in runs if run["rate"] == rate and run["seed"] != seed]
@@ -97,6 +102,20 @@ def show_task(found: dict[str, Any], task: str) -> str:
     return f"{title}\n\n{table(head, rows)}"
 
 
+def show_quickest(found: dict[str, Any], task: str) -> str:
+    """Of each arm, the rate that was first at a gap recovery, among the runs that the rates were chosen by."""
+    arms, rows = by_arm(found, task), []
+    for arm in reported(found, task):
+        seed = min(run["seed"] for run in arms[arm])
+        row = [arm]
+        for target in TARGETS:
+            spent = [(costs(found, run, target), run["rate"]) for run in arms[arm] if run["seed"] == seed]
+            first = min(((cost[0], cost[1], rate) for cost, rate in spent if cost), default=None)
+            row.append(f"{first[0] / 1e3:.1f}, {first[1]:.0f} (rate {first[2]:g})" if first else "not reached")
+        rows.append(row)
+    return table([f"{task}, quickest rate", *(f"1,000 tokens, GFLOP to {target:.0%}" for target in TARGETS)], rows)
+
+
 def show_headline(entries: Sequence[Run]) -> str:
     """A row for each seed but the one that the rates were chosen by (the least)."""
     chosen_by, rows = min(entry["seed"] for entry in entries), []
@@ -138,7 +157,8 @@ def show_headline(entries: Sequence[Run]) -> str:
 
 def show(found: dict[str, Any]) -> str:
     """All tables."""
-    shown = [show_task(found, task) for task in found["tasks"] if reported(found, task)]
+    tasks = [task for task in found["tasks"] if reported(found, task)]
+    shown = [text for task in tasks for text in (show_task(found, task), show_quickest(found, task))]
     return "\n\n".join([*shown, *([show_headline(list(found["headline"].values()))] if found["headline"] else [])])
 
 

@@ -87,11 +87,19 @@ def test_the_seed_that_chose_the_rate_is_not_reported() -> None:
 
 def test_a_table_by_hand() -> None:
     found = found_of(*(finished("full", 1e-3, seed, last) for seed, last in [(0, 0.9), (1, 0.9), (2, 0.6)]))
-    row = [cell.strip() for cell in learning_tables.show(found).splitlines()[-1].strip("|").split("|")]
+    row = [cell.strip() for cell in learning_tables.show_task(found, "chain").splitlines()[-1].strip("|").split("|")]
     # (0.9 - 0.5) / 0.4 = 1 and (0.6 - 0.5) / 0.4; half the gap is 0.7, eight tenths 0.82
     recovery, half, most = "0.62 (0.25 to 1.00)", "0.1 (0.1 to 0.1)", "0.4 (0.4 to 0.4), 1 of 2 runs"
     assert row == ["full", "0.001", "2", "0.750", recovery, half, most, "0 (0 to 0)", "0 (0 to 0), 1 of 2 runs", "0.4", "0"]
     assert learning_tables.costs(found, finished("full", 1e-3, 1, 0.9), 0.8) == (400, 1200 * 280 / 1e9)
+
+
+def test_the_quickest_rate_by_hand() -> None:
+    slow = finished("full", 3e-3, 0, 0.9)
+    slow["curve"][1]["accuracy"] = 0.5  # with this rate half the gap, 0.7, is first seen at the end
+    runs = [finished("full", 1e-3, 0, 0.8), slow, finished("full", 3e-3, 1, 0.9)]
+    row = [cell.strip() for cell in learning_tables.show(found_of(*runs)).splitlines()[-1].strip("|").split("|")]
+    assert row == ["full", "0.1, 0 (rate 0.001)", "0.4, 0 (rate 0.003)"]
 
 
 def test_the_headline_by_hand() -> None:
