@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench test test-all test-vllm vllm-env lint format clean
+.PHONY: help demo bench bench-learning test test-all test-vllm vllm-env lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,11 @@ bench: $(INSTALLED) ## time and memory against TRL and a bare loop; about an hou
 	$(BIN)/python benchmarks/heads.py --save
 	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/steps.py
+	$(BIN)/python benchmarks/write_docs.py
+
+# A run that is in benchmarks/results/learning.json is not repeated: remove the file to train anew.
+bench-learning: $(INSTALLED) ## what students learn from how many tokens, beside SFT, TRL and GRPO; under an hour on one quiet core
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/learning.py
 	$(BIN)/python benchmarks/write_docs.py
 
 test: $(INSTALLED) ## run the fast tests, on two cores

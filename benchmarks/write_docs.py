@@ -1,4 +1,4 @@
-"""Makes the tables of docs/benchmarks.md, and a picture of the steps, of what is in benchmarks/results/bench.json.
+"""Makes the tables of docs/benchmarks.md, and pictures, of what is in benchmarks/results: bench.json, learning.json.
 
 python benchmarks/write_docs.py
 """
@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 import heads
+import learning_tables
 import scaling
 import steps
 from arms import PHASES
@@ -20,12 +21,13 @@ from report import RESULTS, load
 DOCS = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 MARKS = {
     name: (f"<!-- {name}: written by benchmarks/write_docs.py -->", f"<!-- end of {name} -->")
-    for name in ("steps", "heads", "scaling")
+    for name in ("steps", "heads", "scaling", "learning")
 }
 SHOW: dict[str, Callable[[dict[str, Any]], str]] = {
     "steps": lambda found: "\n\n".join(steps.show(name, work) for name, work in found["works"].items()),
     "heads": heads.show,
     "scaling": scaling.show,
+    "learning": learning_tables.show,
 }
 
 
@@ -63,8 +65,11 @@ def draw(works: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Writes both."""
-    results, text = load(), DOCS.read_text()
+    """Writes all."""
+    results, text, learned = load(), DOCS.read_text(), learning_tables.load()
+    if learned is not None:
+        results["learning"] = learned
+        learning_tables.draw(learned, learning_tables.RESULTS.with_suffix(".png"))
     for part in MARKS:
         if part in results:
             text = filled(text, part, results[part])
