@@ -19,7 +19,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from . import checks, completions, processes, state
 from .batch import Rollout, ScoredBatch, TeacherStates
-from .callbacks import DistillationProgressCallback, StopOnSigterm
+from .callbacks import DistillationProgressCallback, StopOnSignals
 from .comparison import compare
 from .divergence import check_divergence
 from .layout import Layout
@@ -57,7 +57,7 @@ class DistillationLoop(SteppingTrainer):
         self.loss_is_scaled_for_ga = True  # the loss is divided by the count of the whole step
         if (theirs := self.pop_callback(JITCheckpointCallback)) is not None:
             theirs.on_train_end(self.args, self.state, self.control)  # it listens already
-            self.add_callback(StopOnSigterm(self._any_process))
+            self.add_callback(StopOnSignals(self.any_process))
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(DistillationProgressCallback)
         if self.args.trace_steps:
@@ -92,7 +92,8 @@ class DistillationLoop(SteppingTrainer):
         except ServerError as error:
             raise ServerError(f"{error} {self.saved_for_later(trial)}") from error
 
-    def _any_process(self, flag: bool) -> bool:
+    def any_process(self, flag: bool) -> bool:
+        """Whether the flag is set on any process; all must call this."""
         return bool(cast(Tensor, self.accelerator.reduce(torch.tensor(int(flag), device=self.args.device))))
 
     def _prepare_teacher(self, model: nn.Module) -> nn.Module:
@@ -134,7 +135,7 @@ class DistillationLoop(SteppingTrainer):
     def _with_logps(self, rollout: Rollout) -> Rollout:
         """The rollout with the student's own log-probs where a user's loop gave none (NaN); all processes must call this."""
         missing_BT = rollout.sampled_logps_BT.isnan()
-        if not self._any_process(bool(missing_BT.any())):
+        if not self.any_process(bool(missing_BT.any())):
             return rollout
         return rollout.with_sampled_logps(torch.where(missing_BT, self.student_logps(rollout), rollout.sampled_logps_BT))
 
