@@ -18,6 +18,7 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from . import checks, completions, processes, state
+from .alarms import AlarmCallback
 from .batch import Rollout, ScoredBatch, TeacherStates
 from .callbacks import DistillationProgressCallback, StopOnSignals
 from .comparison import compare
@@ -60,6 +61,7 @@ class DistillationLoop(SteppingTrainer):
             self.add_callback(StopOnSignals(self.any_process))
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(DistillationProgressCallback)
+        self.add_callback(AlarmCallback)
         if self.args.trace_steps:
             self._traces = TraceCallback(self.args.trace_steps)
             self.add_callback(self._traces)
