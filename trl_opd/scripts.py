@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -17,17 +18,24 @@ from .command_line import UsageError, resuming
 from .config import OnPolicyDistillationConfig, as_dict
 from .trainer import OnPolicyDistillationTrainer
 
+FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
 
 def load_data(arguments: ScriptArguments, args: OnPolicyDistillationConfig) -> tuple[Any, Any]:
-    """The train split, and the test split if there is evaluation, of a Hub or local dataset.
+    """The train split, and the test split if there is evaluation, of a Hub or local dataset, or the rows of a file.
 
     Raises:
         ValueError: If there is no dataset, or it has no such split.
     """
     if arguments.dataset_name is None:
         raise ValueError("There is no --dataset_name; a dataset with a `prompt` column is needed.")
+    name, files = arguments.dataset_name, None
+    if Path(name).is_file():
+        if (kind := FILES.get(Path(name).suffix)) is None:
+            raise ValueError(f"--dataset_name is the file {name}, which is none of {', '.join(FILES)}.")
+        name, files = kind, name
     data: Any = datasets.load_dataset(
-        arguments.dataset_name, name=arguments.dataset_config, streaming=arguments.dataset_streaming
+        name, name=arguments.dataset_config, data_files=files, streaming=arguments.dataset_streaming
     )
     wanted = [arguments.dataset_train_split, *([arguments.dataset_test_split] if args.eval_strategy != "no" else [])]
     if missing := [split for split in wanted if split not in data]:
