@@ -252,6 +252,22 @@ def test_a_command_as_others_may_read_it(words: list[str], expected: str) -> Non
     assert command_line.shown(["/opt/venv/bin/trl-opd", "train", *words]) == f"trl-opd train {expected}"
 
 
+def test_settings_of_a_file_stand_in_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As flags before the others, which win; what is secret there is hidden too."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(
+        "seed: 1\nuse_peft: true\nlora_target_modules: [q_proj, v_proj]\nloss_fn_config: {beta: 0.1}\nhub_token: abc\n"
+        "run_name: null\nenv: {WANDB_API_KEY: abc}\n"
+    )
+    command = command_line.shown(["trl-opd", "train", "--seed", "2", "--config", "run.yaml", "--max_steps", "3"])
+    assert command is not None
+    assert shlex.split(command) == [
+        *("trl-opd", "train", "--seed", "1", "--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj"),
+        *("--loss_fn_config", '{"beta": 0.1}', "--hub_token", "HIDDEN", "--seed", "2", "--max_steps", "3"),
+    ]
+    assert command_line.shown(["mine.py", "--config", "run.toml"]) == "python mine.py --config run.toml"
+
+
 def test_programs_in_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert command_line.shown(["/x/trl_opd/train.py", "--a"]) == "trl-opd train --a"

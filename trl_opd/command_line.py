@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import shlex
 from collections.abc import Iterable, Sequence
@@ -87,11 +88,13 @@ def resuming(argv: Sequence[str], checkpoint: str) -> str:
 def shown(argv: Sequence[str]) -> str | None:
     """The command as others may read it: no secrets, no addresses of servers, of absolute paths the last part only.
 
-    None where there was no command, as in a notebook.
+    Settings from a file of `--config` stand in it as flags, so that it is whole without. None where there was no
+    command, as in a notebook.
     """
     if not argv or Path(argv[0]).name in NOTEBOOKS:
         return None
     program, *words = _program(argv)
+    words = _with_settings(words) if program == PROGRAM else words
     safe, hide = [], False
     for word in words:
         flag, equals, _ = word.partition("=")
@@ -111,6 +114,24 @@ def _program(argv: Sequence[str]) -> list[str]:
         command = [] if script.name in (PROGRAM, "cli.py", "__main__.py") else [script.stem]
         return [PROGRAM, *command, *argv[1:]]
     return [f"python {shlex.quote(_near(script))}", *argv[1:]]
+
+
+def _with_settings(words: list[str]) -> list[str]:
+    """The words with the settings of the file, which later flags win over, in place of the file; not its `env`."""
+    path, settings = read_config(words)
+    if not path:
+        return words
+    place = words.index("--config")
+    flags = []
+    for name, value in settings.items():
+        if value is not None and name != "env":
+            flags += [f"--{name}", *(map(str, value) if isinstance(value, list) else [_as_word(value)])]
+    return [*words[:1], *flags, *words[1:place], *words[place + 2 :]]
+
+
+def _as_word(value: Any) -> str:
+    """A value of a file as it is written behind a flag."""
+    return json.dumps(value) if isinstance(value, dict | bool) else str(value)
 
 
 def _near(script: Path) -> str:

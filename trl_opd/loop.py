@@ -5,6 +5,7 @@ What is computed is not here: `trainer.py` turns dataset rows into a `ScoredBatc
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -21,6 +22,7 @@ from . import checks, completions, processes, state
 from .alarms import AlarmCallback
 from .batch import Rollout, ScoredBatch, TeacherStates
 from .callbacks import DistillationProgressCallback, StopOnSignals
+from .command_line import shown
 from .comparison import compare
 from .divergence import check_divergence
 from .layout import Layout
@@ -62,6 +64,7 @@ class DistillationLoop(SteppingTrainer):
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(DistillationProgressCallback)
         self.add_callback(AlarmCallback)
+        self.command = shown(sys.argv)  # now: a file of settings may be another by the end
         if self.args.trace_steps:
             self._traces = TraceCallback(self.args.trace_steps)
             self.add_callback(self._traces)

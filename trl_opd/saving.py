@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer
 
 from . import checks, processes, state
-from .command_line import shown
 from .config import OnPolicyDistillationConfig
 from .curves import draw_curves
 from .metrics import Metrics
@@ -28,6 +26,8 @@ class SavingTrainer(Trainer):
     """A Trainer whose checkpoints hold the rollout in hand, and which pushes an adapter with a card of its own."""
 
     args: OnPolicyDistillationConfig
+    command: str | None
+    """That began the run, for the card."""
     model: Any  # Trainer's annotation lacks PeftModel
     model_wrapped: Any
     metrics: Metrics
@@ -150,7 +150,7 @@ class SavingTrainer(Trainer):
             history=history,
             tags=tags,
             metadata=metadata,
-            command=shown(sys.argv),
+            command=self.command,
             curves=draw_curves(history, folder),
         )
         model_card(facts).save(f"{folder}/README.md")
