@@ -31,11 +31,11 @@ def test_series_are_the_finite_numbers_of_a_figure() -> None:
         ([3.0], "▁"),
         ([1.0, 1.0], "▁▁"),
         ([0.0, 7.0, 3.0], "▁█▄"),
-        ([0.0, 2.0, 6.0, 8.0], "▁█"),  # of width 2: means 1 and 7
+        ([0.0, 4.0, 4.0, 4.0, 8.0, 8.0], "▁▃█"),  # of width 3: means 2, 4 and 8
     ],
 )
 def test_sparklines_by_hand(values: list[float], blocks: str) -> None:
-    assert sparkline(values, width=2 if len(values) == 4 else 16) == blocks
+    assert sparkline(values, width=3 if len(values) == 6 else 16) == blocks
 
 
 def test_a_picture_only_of_what_has_a_course(tmp_path: Path) -> None:

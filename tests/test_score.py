@@ -9,6 +9,7 @@ import datasets
 import pyarrow.parquet
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 from trl_opd import cli
@@ -98,6 +99,13 @@ def test_what_is_no_completion(completion: Any) -> None:
 def test_a_completion_that_was_cut_before_its_first_token() -> None:
     with pytest.raises(ValueError, match="there is no token to score"):
         encode_completion({"completion": "", "stopped": False}, make_tokenizer(), [1])
+
+
+def test_no_bos_before_a_completion() -> None:
+    tokenizer = make_tokenizer(bos=True)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    assert tokenizer("1")["input_ids"][0] == 2
+    assert encode_completion({"completion": "1"}, tokenizer, [1]).ids == [*ids("1"), 1]
 
 
 def test_the_stop_token_is_one_that_ends_completions() -> None:
