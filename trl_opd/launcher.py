@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ def launch(options: Sequence[str], module: str, argv: Sequence[str]) -> int:
     What a process that failed has to say is printed once, by this one.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     args: Any = launch_command_parser().parse_args([*options, "-m", module, *argv])
@@ -75,6 +76,9 @@ def launch(options: Sequence[str], module: str, argv: Sequence[str]) -> int:
             said, status = _first_failure(error)
             print("trl-opd train: interrupted; nothing more was saved" if received else said, file=sys.stderr)
             return 128 + received[0] if received else status
+        except SignalException as error:  # older torchruns listen themselves, and give processes 30 s
+            _send(signal.SIGKILL, recursive=True)  # to those that are left
+            return 128 + error.sigval
         except subprocess.CalledProcessError as error:  # one process only, which has said why
             return 128 + received[0] if received else max(1, error.returncode)
     return 128 + received[0] if received else 0
@@ -83,8 +87,6 @@ def launch(options: Sequence[str], module: str, argv: Sequence[str]) -> int:
 @contextmanager
 def passed_on() -> Iterator[list[int]]:
     """Passes SIGINT and SIGTERM on to the processes started here, and ends them when it comes again; gives those received."""
-    import psutil
-
     received: list[int] = []
     first = 0.0
 
@@ -95,8 +97,7 @@ def passed_on() -> Iterator[list[int]]:
             return
         first = time.monotonic()
         received.append(number)
-        for process in psutil.Process().children(recursive=again):
-            process.send_signal(signal.SIGKILL if again else number)
+        _send(signal.SIGKILL if again else number, recursive=again)
 
     before = {number: signal.signal(number, receive) for number in SIGNALS}
     try:
@@ -104,6 +105,15 @@ def passed_on() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _send(number: int, *, recursive: bool) -> None:
+    """Sends a signal to the processes started here, and to theirs."""
+    import psutil
+
+    for process in psutil.Process().children(recursive=recursive):
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            process.send_signal(number)
 
 
 def _first_failure(error: Any) -> tuple[str, int]:
