@@ -126,4 +126,5 @@ def _first_failure(error: Any) -> tuple[str, int]:
         rank, failure = error.get_first_failure()
         return f"trl-opd train: error: process {rank} ended: {failure.message}", 1
     failure = min(said.values(), key=lambda failure: Path(failure.error_file).stat().st_mtime_ns)
-    return str(failure.message["message"]), failure.exitcode
+    # what it said with status 2 is about the arguments; some abort on their way out, after they have said why
+    return str(failure.message["message"]), 2 if failure.exitcode == 2 else 1
