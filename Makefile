@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench bench-learning test test-all test-vllm vllm-env lint format clean
+.PHONY: help demo bench bench-learning test test-all test-oldest test-vllm vllm-env lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,20 @@ $(VLLM)/installed: constraints-vllm.txt
 
 test-vllm: $(INSTALLED) $(VLLM)/installed ## run the tests against real vLLM servers on the CPU
 	TRL_OPD_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm --durations=10
+
+# The package as a user installs it, with the lowest release of all that it needs, in an empty environment outside the checkout.
+OLDEST := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/trl_opd/oldest
+
+$(OLDEST)/installed: constraints-oldest.txt setup.cfg
+	$(PYTHON) -m venv --clear $(OLDEST)
+	$(OLDEST)/bin/python -m pip install -c constraints-oldest.txt ".[test]"
+	$(OLDEST)/bin/python -m pip check
+	@touch $@
+
+test-oldest: $(OLDEST)/installed ## run the fast tests on the lowest releases that setup.cfg allows
+	$(OLDEST)/bin/python -m pip install --no-deps --no-build-isolation --force-reinstall .
+	cd $(OLDEST) && bin/trl-opd --version && bin/trl-opd train --help > /dev/null
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest --numprocesses 2
 
 lint: $(INSTALLED) ## check style, format and types
 	$(BIN)/ruff check

@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py models
     accelerate launch --num_processes 1 benchmarks/memory.py full
-    accelerate launch --config_file examples/accelerate/fsdp2.yaml benchmarks/memory.py full
+    accelerate launch --config_file trl_opd/accelerate_configs/fsdp2.yaml benchmarks/memory.py full
 
 Student and teacher are random Llamas of 230 MB each in fp32, which `models` makes. `full` trains all weights; `lora` an
 adapter beside a teacher; `base` an adapter whose base, switched back, is the teacher. Prints one JSON object for each process.

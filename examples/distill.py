@@ -5,7 +5,7 @@ right about half of the time learns from a teacher that nearly always does (`add
 
     accelerate launch examples/distill.py
 
-With arguments it takes any model and dataset with a `prompt` column:
+With arguments it takes any model and dataset with a `prompt` column, as `trl-opd train` does:
 
     accelerate launch examples/distill.py \\
         --model_name_or_path Qwen/Qwen3-0.6B --teacher_model_name_or_path Qwen/Qwen3-4B \\
@@ -18,6 +18,7 @@ Any setting can also stand in a YAML file, `--config run.yaml`. `--eval_strategy
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ import datasets
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
-from trl import ModelConfig, ScriptArguments, TrlParser
 
 from trl_opd import OnPolicyDistillationConfig, OnPolicyDistillationTrainer
-from trl_opd.scripts import load_data, make_trainer
+from trl_opd.arguments import Parser
+from trl_opd.scripts import distill, load_data, make_trainer
 
 DEMO: dict[str, Any] = {
     "model_name_or_path": str(addition.FOLDER / "student"),
@@ -57,21 +58,17 @@ DEMO: dict[str, Any] = {
 
 def main() -> None:
     """Parses the command line, trains, saves the student and shows what came of it."""
-    parser = TrlParser((ScriptArguments, OnPolicyDistillationConfig, ModelConfig))  # type: ignore[arg-type]
-    parser.set_defaults(lora_dropout=0.0)  # dropout is off in training; so adapter_config.json says what was trained
-    data_args, args, model_args = parser.parse_args_and_config()
+    parser = Parser([], "distill.py", __doc__ or "")
+    data_args, args, model_args = parser.parse(sys.argv[1:])
     demo = model_args.model_name_or_path is None
     if demo:
         parser.set_defaults(**DEMO)
-        data_args, args, model_args = parser.parse_args_and_config()
+        data_args, args, model_args = parser.parse(sys.argv[1:])
     train, test = demo_data(args) if demo else load_data(data_args, args)
     trainer = make_trainer(args, model_args, train, test, evaluators=[addition_accuracy] if demo else None)
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    trainer.save_model()
-    if trainer.is_world_process_zero():
+    done = distill(trainer, data_args.dataset_name) is None
+    if done and trainer.is_world_process_zero():
         report(trainer, teacher_accuracy() if demo else None)
-    if args.push_to_hub:
-        trainer.push_to_hub(dataset=data_args.dataset_name)
     trainer.accelerator.end_training()  # several processes part in order
 
 
@@ -111,26 +108,12 @@ def report(trainer: OnPolicyDistillationTrainer, teacher: float | None) -> None:
         before, after = accuracies[0][1], accuracies[-1][1]
         console.print(f"gap recovery {(after - before) / (teacher - before):.3f}")
         console.print(f"held-out reverse KL fell {kls[0][1] / max(kls[-1][1], 1e-9):.1f}-fold")
-    curves = {name: points for name in ("teacher_kl", "eval_teacher_kl", "eval_accuracy") if (points := series(history, name))}
-    draw(curves, folder / "curves.png")
     console.print(f"student saved in {folder}, curves in {folder / 'curves.png'}")
 
 
 def series(history: list[dict[str, float]], name: str) -> list[tuple[float, float]]:
     """(step, value) of a logged figure."""
     return [(entry["step"], entry[name]) for entry in history if name in entry]
-
-
-def draw(curves: dict[str, list[tuple[float, float]]], path: Path) -> None:
-    """One panel a figure, over optimizer steps."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4 * len(curves), 3), layout="constrained")
-    for axes, (name, points) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
-        axes.plot(*zip(*points, strict=True))
-        axes.set(title=name, xlabel="optimizer step", ylim=(0, None))
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

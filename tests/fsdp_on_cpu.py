@@ -1,6 +1,6 @@
 """Real FSDP on a machine without GPUs: accelerate is told that processes on a CPU are a multi-GPU launch.
 
-    accelerate launch --config_file examples/accelerate/fsdp2.yaml tests/fsdp_on_cpu.py script.py ...
+    accelerate launch --config_file trl_opd/accelerate_configs/fsdp2.yaml tests/fsdp_on_cpu.py script.py ...
 
 runs script.py so. All else (launcher, sharding, collectives, checkpoints) is what it is on GPUs, over gloo in place of NCCL.
 """

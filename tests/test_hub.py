@@ -216,11 +216,13 @@ def test_the_adapter_the_tokenizer_and_the_card_arrive_and_nothing_else(hub: Hub
         "README.md",
         "adapter_config.json",
         "adapter_model.safetensors",
+        "curves.png",
         "tokenizer.json",
         "tokenizer_config.json",
         "training_args.bin",
     ]
-    assert sum(map(len, hub.repos["tester/distilled"].values())) < 60_000
+    assert sum(len(data) for name, data in hub.repos["tester/distilled"].items() if name != "curves.png") < 60_000
+    assert hub.repos["tester/distilled"]["curves.png"].startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

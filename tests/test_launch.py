@@ -1,4 +1,4 @@
-"""The trainer under `accelerate launch` with the configurations in examples/accelerate, on the CPU.
+"""The trainer under `accelerate launch` with the configurations in trl_opd/accelerate_configs, on the CPU.
 
 GPUs are what the configurations are for, so that each launch overrides what a CPU cannot do, and no more:
 - `--num_processes 2` in place of 8 or 16 (4 for two machines);
@@ -41,7 +41,7 @@ from .launch_script import ERROR
 pytestmark = pytest.mark.dist
 
 ROOT = Path(__file__).parent.parent
-CONFIGS = ROOT / "examples/accelerate"
+CONFIGS = ROOT / "trl_opd/accelerate_configs"
 SCRIPT, FSDP_ON_CPU = ROOT / "tests/launch_script.py", ROOT / "tests/fsdp_on_cpu.py"
 SECONDS = 120
 """What a launch may take before it counts as hanging."""
@@ -72,7 +72,7 @@ class Launch:
     """An `accelerate launch` that runs.
 
     Args:
-        config: Name of a file in examples/accelerate.
+        config: Name of a file in trl_opd/accelerate_configs.
         log: Its output goes to files of this name, with `.out` and `.err` added.
         script: What is launched, and its arguments.
         overrides: Options of `accelerate launch` that replace what the file says.

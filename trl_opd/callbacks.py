@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from .launcher import AT_ONCE
 
 PROGRESS_FIGURES = {
     "loss": "loss",
@@ -51,36 +55,47 @@ class AfterStepCallback(TrainerCallback):
         self.function()
 
 
-class StopOnSigterm(TrainerCallback):
-    """What `enable_jit_checkpoint` does here: after a SIGTERM, the present step is finished, saved and the last.
+class StopOnSignals(TrainerCallback):
+    """After a signal, the present step is finished, saved and the last; `enable_jit_checkpoint` does it for SIGTERM.
 
     Transformers' own callback saves wherever each process finds itself three seconds after its signal, which may be the middle
     of a step, and another step than that of the other processes.
 
     Args:
         any_process: Whether a flag is set on any process; all call it together, after each step.
+        signals: Those listened for. A second SIGINT ends the process at once, by KeyboardInterrupt.
     """
 
-    def __init__(self, any_process: Callable[[bool], bool]) -> None:
-        self.any_process = any_process
-        self.received = False
+    def __init__(self, any_process: Callable[[bool], bool], signals: Sequence[signal.Signals] = (signal.SIGTERM,)) -> None:
+        self.any_process, self.signals = any_process, signals
+        self.received: int | None = None
+        """The signal that has come to this process."""
+        self.stopped = False
+        """Whether training was ended for a signal that came to any process."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Listens for the signal."""
-        self.received = False
-        self._before = signal.signal(signal.SIGTERM, self._receive)
+        """Listens for the signals."""
+        self.received, self.stopped, self._speaks = None, False, state.is_world_process_zero
+        self._before = {number: signal.signal(number, self._receive) for number in self.signals}
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Asks for a checkpoint and the end."""
-        if self.any_process(self.received):
-            control.should_save = control.should_training_stop = True
+        if self.any_process(self.received is not None):
+            control.should_save = control.should_training_stop = self.stopped = True
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Listens no longer."""
-        signal.signal(signal.SIGTERM, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _receive(self, number: int, frame: Any) -> None:
-        self.received = True
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self._first = number, now
+            if self._speaks and number == signal.SIGINT:  # print may be at work in the code that was interrupted
+                os.write(2, b"\nThis step is finished and saved before the end; Ctrl-C again ends at once.\n")
+        elif number == signal.SIGINT and now - self._first > AT_ONCE:
+            raise KeyboardInterrupt
 
 
 def _is_result(name: str) -> bool:

@@ -6,6 +6,7 @@ probably wrong: warnings, not walls. What cannot work at all is an error, as it 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, cast
@@ -15,12 +16,11 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from trl import ModelConfig, ScriptArguments, TrlParser
 
+from .arguments import Parser
 from .batch import Rollout
 from .checks import stop_token_ids
 from .comparison import Comparison, compare
-from .config import OnPolicyDistillationConfig
 from .logprobs import top_tokens
 from .models import eval_mode, load_tokenizer
 from .prompts import PromptEncoder
@@ -29,6 +29,10 @@ from .teachers import InProcessTeacher, Teacher
 from .teachers.routing import named_teachers, rows_by_teacher
 from .trainer import OnPolicyDistillationTrainer
 
+DESCRIPTION = (
+    "Student and teacher on a few prompts of the dataset, before a run that would take hours. Takes the arguments of the run; "
+    "prints what each of the two reads and ends with, figures of a rollout, and in words what is probably wrong."
+)
 TOP = 16
 """Likeliest tokens whose overlap is counted."""
 
@@ -56,12 +60,9 @@ class Finding:
 
 def main(argv: list[str] | None = None) -> int:
     """Parses, checks, prints; returns 0 also where something looks wrong."""
-    parser = TrlParser(
-        (CheckArguments, ScriptArguments, OnPolicyDistillationConfig, ModelConfig),  # type: ignore[arg-type]
-        prog="trl-opd check",
-        description=__doc__,
+    own, data, args, model = Parser([CheckArguments], "trl-opd check", DESCRIPTION).parse(
+        sys.argv[1:] if argv is None else argv
     )
-    own, data, args, model = parser.parse_args_and_config(args=argv)
     args.report_to, args.eval_strategy = [], "no"
     train, _ = load_data(data, args)
     trainer = make_trainer(args, model, train)

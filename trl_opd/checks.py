@@ -175,7 +175,8 @@ def check_devices(num_gpus: int) -> None:
     if num_gpus > 1:
         raise ValueError(
             f"This process sees {num_gpus} GPUs and no launcher, which would mean nn.DataParallel; it is not supported. Start "
-            "it with `accelerate launch`, or show it one GPU with CUDA_VISIBLE_DEVICES=0."
+            "it with `trl-opd train --accelerate_config ddp`, a script with `accelerate launch`, or show it one GPU with "
+            "CUDA_VISIBLE_DEVICES=0."
         )
 
 

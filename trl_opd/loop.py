@@ -5,6 +5,7 @@ What is computed is not here: `trainer.py` turns dataset rows into a `ScoredBatc
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -18,8 +19,10 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from . import checks, completions, processes, state
+from .alarms import AlarmCallback
 from .batch import Rollout, ScoredBatch, TeacherStates
-from .callbacks import DistillationProgressCallback, StopOnSigterm
+from .callbacks import DistillationProgressCallback, StopOnSignals
+from .command_line import shown
 from .comparison import compare
 from .divergence import check_divergence
 from .layout import Layout
@@ -57,9 +60,11 @@ class DistillationLoop(SteppingTrainer):
         self.loss_is_scaled_for_ga = True  # the loss is divided by the count of the whole step
         if (theirs := self.pop_callback(JITCheckpointCallback)) is not None:
             theirs.on_train_end(self.args, self.state, self.control)  # it listens already
-            self.add_callback(StopOnSigterm(self._any_process))
+            self.add_callback(StopOnSignals(self.any_process))
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(DistillationProgressCallback)
+        self.add_callback(AlarmCallback)
+        self.command = shown(sys.argv)  # now: a file of settings may be another by the end
         if self.args.trace_steps:
             self._traces = TraceCallback(self.args.trace_steps)
             self.add_callback(self._traces)
@@ -92,7 +97,8 @@ class DistillationLoop(SteppingTrainer):
         except ServerError as error:
             raise ServerError(f"{error} {self.saved_for_later(trial)}") from error
 
-    def _any_process(self, flag: bool) -> bool:
+    def any_process(self, flag: bool) -> bool:
+        """Whether the flag is set on any process; all must call this."""
         return bool(cast(Tensor, self.accelerator.reduce(torch.tensor(int(flag), device=self.args.device))))
 
     def _prepare_teacher(self, model: nn.Module) -> nn.Module:
@@ -134,7 +140,7 @@ class DistillationLoop(SteppingTrainer):
     def _with_logps(self, rollout: Rollout) -> Rollout:
         """The rollout with the student's own log-probs where a user's loop gave none (NaN); all processes must call this."""
         missing_BT = rollout.sampled_logps_BT.isnan()
-        if not self._any_process(bool(missing_BT.any())):
+        if not self.any_process(bool(missing_BT.any())):
             return rollout
         return rollout.with_sampled_logps(torch.where(missing_BT, self.student_logps(rollout), rollout.sampled_logps_BT))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ from .loss import Stats
 
 MAX_VALUES = 2**16
 """Values kept of each distribution, per process and window; of more, every second one is dropped, on all processes."""
+
+SHORT_TEXT = 64
+"""Bytes; what zlib adds to shorter texts would hide what it takes away."""
 
 
 class Metrics:
@@ -124,6 +128,13 @@ def record_rollout(metrics: Metrics, rollout: Rollout, teacher_logps_BT: Tensor,
     prompts = rollout.teacher_prompts
     prompt_tokens = int(rollout.prompt_lengths_B.sum()) if prompts is None else sum(map(len, prompts))
     metrics.count("teacher_tokens", prompt_tokens + int(lengths_B.sum()))
+
+
+def record_texts(metrics: Metrics, texts: Sequence[str]) -> None:
+    """Adds how many times shorter zlib makes completions, each alone; those of fewer than `SHORT_TEXT` bytes do not count."""
+    for text in (text.encode(errors="replace") for text in texts):
+        if len(text) >= SHORT_TEXT:
+            metrics.add("completions/compression_ratio", len(text), len(zlib.compress(text)))
 
 
 def record_rewards(metrics: Metrics, rewards_BF: Tensor, totals_B: Tensor, names: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from peft import PeftConfig
 
+from .curves import series, sparkline
 from .replica import is_url
 
 OBJECTIVE = [
@@ -75,6 +76,10 @@ class CardFacts:
     tags: list[str] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
     """More entries of the card's head, such as license and language."""
+    command: str | None = None
+    """That made it, as others may read it."""
+    curves: str | None = None
+    """Name of a picture beside the card."""
 
 
 def model_card(facts: CardFacts) -> ModelCard:
@@ -101,6 +106,8 @@ def model_card(facts: CardFacts) -> ModelCard:
         + _rows(facts.objective),
         *(["## Adapter\n\n" + _table({}) + "\n" + _rows(_lora_rows(facts.lora))] if facts.lora else []),
         *(["## Figures\n\n" + figures] if (figures := _figures(facts.history)) else []),
+        *([f"![Curves of the run]({facts.curves})"] if facts.curves else []),
+        *([f"## Command\n\n```bash\n{facts.command}\n```"] if facts.command else []),
         "## Versions\n\n" + ", ".join(f"{library} {version(library)}" for library in LIBRARIES),
         "## Citation\n\n" + CITATION,
     ]
@@ -181,14 +188,14 @@ def _lora_rows(config: PeftConfig) -> dict[str, Any]:
 
 
 def _figures(history: list[dict[str, Any]]) -> str:
-    """First and last value of the training KL and reward and of everything evaluated."""
+    """First and last value, and the course, of the training KL and reward and of everything evaluated."""
     names = dict.fromkeys(n for entry in history for n in entry if n in ("teacher_kl", "reward") or _is_evaluated(n))
-    lines = ["| figure | first | last |", "|---|---|---|"]
+    lines = ["| figure | first | last | course |", "|---|---|---|---|"]
     for name in names:
-        values = [(entry["step"], entry[name]) for entry in history if isinstance(entry.get(name), int | float)]
-        if values:
+        if values := series(history, name):
             (first_step, first), (last_step, last) = values[0], values[-1]
-            lines.append(f"| {name} | {first:.4g} (step {first_step}) | {last:.4g} (step {last_step}) |")
+            course = sparkline([value for _, value in values])
+            lines.append(f"| {name} | {first:.4g} (step {first_step}) | {last:.4g} (step {last_step}) | {course} |")
     return "\n".join(lines) if len(lines) > 2 else ""
 
 

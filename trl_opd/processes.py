@@ -35,7 +35,7 @@ def check_launch(accelerator: Accelerator) -> None:
         raise ValueError(
             "The accelerate configuration asks for FSDP1, under which `generate` fails on the sharded weights; torch has "
             "deprecated it. Set `fsdp_version: 2` in its fsdp_config (`accelerate to-fsdp2 --config_file old.yaml "
-            "--output_file new.yaml` converts the rest), or start from examples/accelerate/fsdp2.yaml."
+            "--output_file new.yaml` converts the rest), or start from trl_opd/accelerate_configs/fsdp2.yaml."
         )
     if plugin is not None and plugin.activation_checkpointing:
         raise ValueError(
@@ -50,7 +50,7 @@ def check_launch(accelerator: Accelerator) -> None:
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ValueError(
             f"The accelerate configuration asks for {accelerator.distributed_type.value}, with which distillation was never "
-            "run. FSDP2 spreads weights, gradients and optimizer state as ZeRO-3 does: examples/accelerate/fsdp2.yaml."
+            "run. FSDP2 spreads weights, gradients and optimizer state as ZeRO-3 does: trl_opd/accelerate_configs/fsdp2.yaml."
         )
     parallel = accelerator.parallelism_config
     if parallel is not None and parallel.non_data_parallel_size > 1:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, Trainer
 
 from . import checks, processes, state
 from .config import OnPolicyDistillationConfig
+from .curves import draw_curves
 from .metrics import Metrics
 from .mixing import NamedRows
 from .model_card import CardFacts, model_card, objective
@@ -25,6 +26,8 @@ class SavingTrainer(Trainer):
     """A Trainer whose checkpoints hold the rollout in hand, and which pushes an adapter with a card of its own."""
 
     args: OnPolicyDistillationConfig
+    command: str | None
+    """That began the run, for the card."""
     model: Any  # Trainer's annotation lacks PeftModel
     model_wrapped: Any
     metrics: Metrics
@@ -47,10 +50,13 @@ class SavingTrainer(Trainer):
         All processes must call this.
         """
         if not self.is_fsdp_enabled:
-            return super().save_model(output_dir, _internal_call)
-        self._save(output_dir, state_dict=processes.gathered_state(self.student()))
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+            super().save_model(output_dir, _internal_call)
+        else:
+            self._save(output_dir, state_dict=processes.gathered_state(self.student()))
+            if self.args.push_to_hub and not _internal_call:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        if not _internal_call and not self.args.push_to_hub:  # a push brings a card; else peft's blank one would stay
+            self._write_card(output_dir or str(self.args.output_dir), [], [], {})
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}"
@@ -120,6 +126,12 @@ class SavingTrainer(Trainer):
             tags: More tags than the card has anyway.
             metadata: More entries of its head, such as license and language.
         """
+        datasets_named = [*_listed(dataset), *_listed(dataset_name)]
+        self._write_card(str(self.args.output_dir), datasets_named, _listed(tags), metadata, model_name)
+
+    def _write_card(
+        self, folder: str, datasets_named: list[str], tags: list[str], metadata: dict[str, Any], name: str | None = None
+    ) -> None:
         if not self.is_world_process_zero():
             return
         student, history = self.student(), self.state.log_history
@@ -128,18 +140,20 @@ class SavingTrainer(Trainer):
                 entry for entry in history if entry["step"] <= self.state.best_global_step
             ]  # the weights that are saved
         facts = CardFacts(
-            name=self.hub_model_id or model_name or Path(str(self.args.output_dir)).resolve().name,
+            name=self.hub_model_id or name or Path(folder).resolve().name,
             student=self.student_name,
             teacher=self.teacher_name,
             objective=objective(self.args),
             lora=student.active_peft_config if isinstance(student, PeftModel) else None,
-            datasets=[*_listed(dataset), *_listed(dataset_name)],
+            datasets=datasets_named,
             num_prompts=self._num_prompts(),
             history=history,
-            tags=_listed(tags),
+            tags=tags,
             metadata=metadata,
+            command=self.command,
+            curves=draw_curves(history, folder),
         )
-        model_card(facts).save(f"{self.args.output_dir}/README.md")
+        model_card(facts).save(f"{folder}/README.md")
 
     def _num_prompts(self) -> int | dict[str, int] | None:
         if isinstance(self.train_dataset, NamedRows):

@@ -21,12 +21,7 @@ import torch
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TrainerCallback,
-    set_seed,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from . import checks, completions
@@ -37,7 +32,7 @@ from .config import OnPolicyDistillationConfig, as_dict
 from .data import prepare_eval, prepare_train
 from .loop import DistillationLoop, Scored
 from .loss import Stats, policy_loss, reduce_loss
-from .metrics import record_rewards, record_rollout, record_update
+from .metrics import record_rewards, record_rollout, record_texts, record_update
 from .mixing import name_column
 from .models import base_name, load_student, load_tokenizer
 from .overlap import Written
@@ -243,6 +238,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         rewards_BF[~real_B.cpu()] = torch.nan
 
         record_rollout(self.metrics, rollout[real_B], teacher_logps_BT[real_B], self._name_column)
+        record_texts(self.metrics, [text for text, real in zip(texts, real_B.tolist(), strict=True) if real])
         totals_B = weighted_rewards(rewards_BF, self.reward_weights)
         record_rewards(self.metrics, rewards_BF, totals_B, reward_names(self.reward_funcs))
         return rollout, teacher_logps_BT, rewards_BF, states
