@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerBase, ProgressCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from . import checks, completions, processes, state
+from . import checks, processes, state
 from .batch import Rollout, ScoredBatch, TeacherStates
-from .callbacks import DistillationProgressCallback, StopOnSigterm
+from .callbacks import CompletionsCallback, DistillationProgressCallback, RolloutCallback, StopOnSigterm
 from .comparison import compare
 from .divergence import check_divergence
 from .layout import Layout
@@ -28,6 +28,7 @@ from .logprobs import score, score_in_batches, score_tokens
 from .metrics import Metrics
 from .models import eval_mode
 from .prompt_sharing import prompt_sharing
+from .report.recorder import ReportCallback
 from .rewards import reward_advantages
 from .rng import forked_rng
 from .rows import Filler
@@ -60,6 +61,10 @@ class DistillationLoop(SteppingTrainer):
             self.add_callback(StopOnSigterm(self._any_process))
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(DistillationProgressCallback)
+        if self.args.log_completions:
+            self.add_callback(CompletionsCallback)
+        if self.args.report:
+            self.add_callback(ReportCallback)
         if self.args.trace_steps:
             self._traces = TraceCallback(self.args.trace_steps)
             self.add_callback(self._traces)
@@ -71,7 +76,6 @@ class DistillationLoop(SteppingTrainer):
         self._ahead = None
         self.metrics = Metrics()
         self.progress = state.Progress()
-        self._records: list[dict[str, Any]] = []  # of the last rollout, for log_completions
         self._updated: list[ScoredBatch] = []
         self._sampled_now = False  # whether no update has come since the last rollout of training
 
@@ -237,11 +241,6 @@ class DistillationLoop(SteppingTrainer):
         """Adds the figures of the window to each training log."""
         if "loss" in logs:
             logs = logs | self._window_figures()
-            records = gather_object(self._records) if self.args.log_completions else []
-            if records and self.is_world_process_zero():
-                completions.write_completions(records, str(self.args.output_dir))
-                completions.print_completions(records)
-            self._records = []
         super().log(logs, start_time)
 
     def _window_figures(self) -> dict[str, float]:
@@ -251,6 +250,12 @@ class DistillationLoop(SteppingTrainer):
         self.progress.teacher_tokens += figures.pop("teacher_tokens", 0.0)
         totals = {"tokens": self.progress.tokens, "teacher_tokens": self.progress.teacher_tokens}
         return figures | totals | {"tokens_per_second": tokens / seconds}
+
+    def after_rollout(self, rollout: Rollout, batch: ScoredBatch) -> None:
+        """Shows a rollout of training, with its scores, to the callbacks that look at rollouts."""
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, RolloutCallback):
+                callback.on_rollout(self.args, self.state, self.control, rollout=rollout, batch=batch, trainer=self)
 
     def after_step(self) -> None:
         """After each optimizer step, before it is logged or saved."""
