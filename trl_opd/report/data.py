@@ -21,7 +21,7 @@ from typing import Any
 FOLDER = "_report"
 """Inside output_dir; the underscore keeps it out of what `push_to_hub` sends, prompts may be private."""
 PAGE = "report.html"
-MAX_STEPS, MAX_TOKENS = 200, 200_000
+MAX_STEPS, MAX_TOKENS = 200, 160_000
 """Steps with samples, and tokens of samples, that a page holds; of more steps, evenly many are left out."""
 MAX_POINTS = 600
 """Points of a curve."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from .data import page_data, page_path, packed, read_records
+from .data import packed, page_data, page_path, read_records
 
 HERE = Path(__file__).parent
 

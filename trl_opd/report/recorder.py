@@ -214,7 +214,7 @@ def _kept(record: dict[str, Any], top: list[Any] | None) -> dict[str, Any]:
 
 
 def teacher_top(rollout: Rollout, trainer: Any, *, together: bool) -> list[list[list[Any]]] | None:
-    """For each completion and each of its places, the teacher's likeliest tokens, [text, nats]; None if a teacher is a server."""
+    """For each completion and place, the teacher's likeliest tokens, [text, nats]; None if a teacher is a server."""
     teachers = named_teachers(trainer.teacher)
     if not all(isinstance(teacher, InProcessTeacher) for teacher in teachers.values()):
         return None
