@@ -24,7 +24,7 @@ HOSTILE = [
 def sample(draw: random.Random, tokens: list[str], **more: Any) -> dict[str, Any]:
     """A completion with numbers of the usual sizes."""
     logps = [-draw.expovariate(1) for _ in tokens]
-    scores = [logp - draw.gauss(0.3, 1) for logp in logps]
+    scores = [min(-0.01, logp - draw.gauss(0.3, 1)) for logp in logps]
     return {
         "dataset": "train",
         "prompt": "Why is the sky blue? ",

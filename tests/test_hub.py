@@ -53,6 +53,7 @@ def main(folder: Path) -> None:
             save_strategy="steps",
             save_steps=1,
             log_completions=True,
+            report=True,
             push_to_hub=True,
             hub_model_id="tester/distilled",
         )

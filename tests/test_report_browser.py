@@ -68,7 +68,7 @@ def test_tooltip_on_focus_and_arrow_keys(opened: Any, small: str) -> None:
     told = tip.inner_text()
     assert "student's log-prob" in told
     assert "teacher's log-prob" in told
-    assert "The teacher would rather write" in told
+    assert "The teacher's likeliest tokens" in told
     assert tip.locator("table").nth(1).locator("tr").count() == 4
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
@@ -161,5 +161,5 @@ def test_watching_reloads_and_stays_in_place(opened: Any, tmp_path: Path) -> Non
             page.wait_for_timeout(200)
         page.wait_for_selector("html[data-ready]")
         assert page.locator("#step-now").inner_text() == "4 of 6"
-        assert page.evaluate("scrollY") == 700
+        assert abs(page.evaluate("scrollY") - 700) <= 20
         server.shutdown()

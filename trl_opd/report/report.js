@@ -121,7 +121,7 @@ function showTip(span, sample, i) {
       pair("teacher's log-prob", likely(sample.q[i])), pair("advantage", signed(sample.a[i])))));
   if (sample.top?.[i]?.length) {
     const rows = sample.top[i].map((t, k) => pair(visible(data.samples.texts[t]), likely(sample.toplogps[i][k])));
-    tip.append(make("div", { class: "head" }, "The teacher would rather write"), make("table", { class: "mono" }, make("tbody", {}, ...rows)));
+    tip.append(make("div", { class: "head" }, "The teacher's likeliest tokens"), make("table", { class: "mono" }, make("tbody", {}, ...rows)));
   } else if (!sample.top) tip.append(make("div", { class: "head" }, "The teacher's alternatives were not asked for (a server)."));
   tip.hidden = false;
   const at = span.getClientRects()[0], own = tip.getBoundingClientRect();
