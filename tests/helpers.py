@@ -85,6 +85,7 @@ def make_config(folder: Path, **settings: Any) -> OnPolicyDistillationConfig:
         "learning_rate": 1e-2,
         "activation_checkpointing": False,
         "report_to": "none",
+        "report": False,  # test_report.py has it on
         "save_strategy": "no",
         "use_cpu": True,
         "disable_tqdm": True,

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,7 +129,7 @@ def test_the_groups_of_the_help_name_options_that_exist() -> None:
 
 
 def test_report_gets_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "trl_opd.report", SimpleNamespace(main=lambda argv: len(argv)))
+    monkeypatch.setattr("trl_opd.report.main", lambda argv: len(argv))
     assert cli.main(["report", "run", "--watch"]) == 2
 
 

@@ -53,6 +53,7 @@ def main(folder: Path) -> None:
             save_strategy="steps",
             save_steps=1,
             log_completions=True,
+            report=True,
             push_to_hub=True,
             hub_model_id="tester/distilled",
         )
@@ -229,8 +230,9 @@ def test_the_adapter_the_tokenizer_and_the_card_arrive_and_nothing_else(hub: Hub
 def test_what_was_to_stay_at_home_was_there_to_be_pushed(folder: Path) -> None:
     """Else the test above would show nothing."""
     names = {path.name for path in (folder / "distilled").iterdir()}
-    assert {"_completions", "checkpoint-1", "checkpoint-2"} <= names
+    assert {"_completions", "_report", "checkpoint-1", "checkpoint-2"} <= names
     assert list((folder / "distilled" / "_completions").iterdir())
+    assert (folder / "distilled" / "_report" / "report.html").is_file()
 
 
 @pytest.mark.slow

@@ -87,6 +87,7 @@ CONFIG_FIELDS: dict[str, Any] = {
     "max_tokens_per_micro_batch": None,
     # logging
     "log_completions": False,
+    "report": True,
     "trace_steps": None,
 }
 
@@ -102,10 +103,13 @@ def parameters(function: Callable[..., Any]) -> list[tuple[str, Any, bool]]:
 def test_public_names() -> None:
     assert sorted(trl_opd.__all__) == [
         "Completion",
+        "CompletionsCallback",
         "DistillationWarning",
         "OnPolicyDistillationConfig",
         "OnPolicyDistillationTrainer",
+        "ReportCallback",
         "Rollout",
+        "RolloutCallback",
         "ScoredBatch",
         "kl_advantages",
         "policy_loss",

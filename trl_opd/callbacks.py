@@ -1,15 +1,20 @@
-"""What happens beside training: the progress line, and figures taken after a rollout's last update."""
+"""What happens beside training: the progress line, completions for people, figures taken after a rollout's last update."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pandas
+from accelerate.utils import gather_object
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from . import completions
+from .batch import Rollout, ScoredBatch
 from .launcher import AT_ONCE
 
 PROGRESS_FIGURES = {
@@ -42,6 +47,89 @@ class DistillationProgressCallback(ProgressCallback):
         evaluated = {name: round(value, 4) for name, value in logs.items() if name.startswith("eval_") and _is_result(name)}
         if evaluated:
             self.training_bar.write(f"step {state.global_step}: " + ", ".join(f"{k} {v:g}" for k, v in evaluated.items()))
+
+
+class RolloutCallback(TrainerCallback):
+    """A callback that also sees what the student wrote. Pass yours as `callbacks=[...]` of the trainer."""
+
+    def on_rollout(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        rollout: Rollout,
+        batch: ScoredBatch,
+        trainer: Any,
+    ) -> None:
+        """Called on every process for each rollout of training, scored and not yet trained on; not in evaluation.
+
+        Args:
+            args: Settings.
+            state: `global_step` is the number of steps before this rollout's first.
+            control: As in the other events.
+            rollout: This process's completions, with their dataset rows; some may be `Filler`s, see `real_B`.
+            batch: The same with the teacher's log-probs and advantages. Neither may be written into.
+            trainer: The trainer.
+        """
+
+
+class CompletionsCallback(RolloutCallback):
+    """At each log, prints a completion of each dataset coloured by advantage, and keeps all as parquet (`log_completions`).
+
+    Where `report_to` has "wandb" or "trackio", they go there too, as the table "completions".
+    """
+
+    def __init__(self) -> None:
+        self._records: list[dict[str, Any]] = []
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Forgets what an earlier run left."""
+        self._records = []
+
+    def on_rollout(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        rollout: Rollout,
+        batch: ScoredBatch,
+        trainer: Any,
+    ) -> None:
+        """Keeps the rollout until the next log."""
+        self._records = completions.completion_records(rollout, batch, trainer.processing_class, state.global_step + 1)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Shows the rollout of all processes, each of which calls this."""
+        if not logs or "loss" not in logs:
+            return
+        records = gather_object(self._records)
+        self._records = []
+        if records and state.is_world_process_zero:
+            completions.write_completions(records, str(args.output_dir))
+            completions.print_completions(records)
+            log_table(records, args.report_to)
+
+
+def log_table(records: list[dict[str, Any]], report_to: list[str] | str | None) -> None:
+    """Sends the completions to the trackers that take tables: as "completions", the newest each time."""
+    rows = [
+        {name: record[name] for name in ("step", "dataset", "prompt", "completion", "stopped", "reward_advantage")}
+        | {"mean_advantage": sum(record["advantages"]) / max(1, sum(record["trained"])), "length": len(record["tokens"])}
+        for record in records
+    ]
+    for name in ("wandb", "trackio"):
+        if name in (report_to or []):
+            tracker = importlib.import_module(name)  # Trainer has made sure that it is installed
+            tracker.log({"completions": tracker.Table(dataframe=pandas.DataFrame(rows))})
 
 
 class AfterStepCallback(TrainerCallback):

@@ -61,7 +61,7 @@ def _check(argv: list[str]) -> int:
 
 
 def _report(argv: list[str]) -> int:
-    from . import report  # pyright: ignore[reportAttributeAccessIssue]
+    from . import report
 
     return report.main(argv)
 

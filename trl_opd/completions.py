@@ -27,7 +27,7 @@ def completion_records(
     sampled_logps, stopped = batch.sampled_logps_BT.tolist(), rollout.stopped_B.tolist()
     actions = rollout.mask_BT.tolist()
     starts = rollout.prompt_lengths_B.tolist()
-    texts = _TokenTexts(tokenizer, rollout.ids_BT[0, : starts[0]].tolist())
+    texts = TokenTexts(tokenizer, rollout.ids_BT[0, : starts[0]].tolist())
     records = []
     for row, ids in enumerate(rollout.completion_ids()):
         if isinstance(rollout.rows[row], Filler):
@@ -78,7 +78,7 @@ def print_completions(records: list[dict[str, Any]], console: Console | None = N
         console.print(Panel(text, title=Text(title), title_align="left"))
 
 
-class _TokenTexts(dict[int, str]):
+class TokenTexts(dict[int, str]):
     """The text of each token id, as it is inside a text: at its beginning, many tokenizers drop the space of a token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: list[int]) -> None:

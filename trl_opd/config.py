@@ -273,6 +273,9 @@ class OnPolicyDistillationConfig(TrainingArguments):
         default=False,
         metadata=_help("At each log, print a completion (of each dataset) coloured by advantage and write all to parquet."),
     )
+    report: bool = field(
+        default=True, metadata=_help("Write report.html into output_dir: curves, and samples token by token.")
+    )
 
     trace_steps: list[int] | None = field(
         default=None,

@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerBase, ProgressCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from . import checks, completions, processes, state
+from . import checks, processes, state
 from .alarms import AlarmCallback
 from .batch import Rollout, ScoredBatch, TeacherStates
-from .callbacks import DistillationProgressCallback, StopOnSignals
+from .callbacks import CompletionsCallback, DistillationProgressCallback, RolloutCallback, StopOnSignals
 from .command_line import shown
 from .comparison import compare
 from .divergence import check_divergence
@@ -31,6 +31,7 @@ from .logprobs import score, score_in_batches, score_tokens
 from .metrics import Metrics
 from .models import eval_mode
 from .prompt_sharing import prompt_sharing
+from .report.recorder import ReportCallback
 from .rewards import reward_advantages
 from .rng import forked_rng
 from .rows import Filler
@@ -64,6 +65,10 @@ class DistillationLoop(SteppingTrainer):
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(DistillationProgressCallback)
         self.add_callback(AlarmCallback)
+        if self.args.log_completions:
+            self.add_callback(CompletionsCallback)
+        if self.args.report:
+            self.add_callback(ReportCallback)
         self.command = shown(sys.argv)  # now: a file of settings may be another by the end
         if self.args.trace_steps:
             self._traces = TraceCallback(self.args.trace_steps)
@@ -76,7 +81,6 @@ class DistillationLoop(SteppingTrainer):
         self._ahead = None
         self.metrics = Metrics()
         self.progress = state.Progress()
-        self._records: list[dict[str, Any]] = []  # of the last rollout, for log_completions
         self._updated: list[ScoredBatch] = []
         self._sampled_now = False  # whether no update has come since the last rollout of training
 
@@ -243,11 +247,6 @@ class DistillationLoop(SteppingTrainer):
         """Adds the figures of the window to each training log."""
         if "loss" in logs:
             logs = logs | self._window_figures()
-            records = gather_object(self._records) if self.args.log_completions else []
-            if records and self.is_world_process_zero():
-                completions.write_completions(records, str(self.args.output_dir))
-                completions.print_completions(records)
-            self._records = []
         super().log(logs, start_time)
 
     def _window_figures(self) -> dict[str, float]:
@@ -257,6 +256,12 @@ class DistillationLoop(SteppingTrainer):
         self.progress.teacher_tokens += figures.pop("teacher_tokens", 0.0)
         totals = {"tokens": self.progress.tokens, "teacher_tokens": self.progress.teacher_tokens}
         return figures | totals | {"tokens_per_second": tokens / seconds}
+
+    def after_rollout(self, rollout: Rollout, batch: ScoredBatch) -> None:
+        """Shows a rollout of training, with its scores, to the callbacks that look at rollouts."""
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, RolloutCallback):
+                callback.on_rollout(self.args, self.state, self.control, rollout=rollout, batch=batch, trainer=self)
 
     def after_step(self) -> None:
         """After each optimizer step, before it is logged or saved."""

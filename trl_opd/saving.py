@@ -19,6 +19,7 @@ from .metrics import Metrics
 from .mixing import NamedRows
 from .model_card import CardFacts, model_card, objective
 from .models import state_without_teachers, without_teachers
+from .report.data import set_aside
 from .teachers import SelfTeacher, Teacher, teachers_of
 
 
@@ -167,6 +168,8 @@ class SavingTrainer(Trainer):
             RuntimeError: If the Hub cannot be reached or does not take the push.
         """
         self.save_model(_internal_call=True)
+        if self.is_world_process_zero():
+            set_aside(Path(str(self.args.output_dir)))  # the report holds prompts, which may be private
         try:
             return super().push_to_hub(*args, **kwargs)
         except Exception as error:  # of many classes, which differ between versions of the client; told, not swallowed

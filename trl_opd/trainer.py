@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from . import checks, completions
+from . import checks
 from .advantage import kl_advantages
 from .batch import Completion, Rollout, ScoredBatch
 from .callbacks import AfterStepCallback
@@ -209,8 +209,7 @@ class OnPolicyDistillationTrainer(DistillationLoop):
         )
         checks.check_advantages(advantages_BT)
         batch = ScoredBatch.of(rollout, teacher_logps_BT, reward_advantages_B, advantages_BT, states)
-        if self.args.log_completions:
-            self._records = completions.completion_records(rollout, batch, self.processing_class, self.state.global_step + 1)
+        self.after_rollout(rollout, batch)
         return batch
 
     def rollout_and_scores(self, rows: list[dict[str, Any]], *stream: int) -> Scored:
