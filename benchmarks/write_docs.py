@@ -24,7 +24,7 @@ MARKS = {
     for name in ("steps", "heads", "scaling", "learning")
 }
 SHOW: dict[str, Callable[[dict[str, Any]], str]] = {
-    "steps": lambda found: "\n\n".join(steps.show(name, work) for name, work in found["works"].items()),
+    "steps": lambda found: "\n\n".join(steps.show(name, work) for name, work in sorted(found["works"].items())),
     "heads": heads.show,
     "scaling": scaling.show,
     "learning": learning_tables.show,
@@ -50,7 +50,7 @@ def draw(works: dict[str, Any], path: Path) -> None:
     """Bars of each work's arms, cut into phases."""
     figure = Figure(figsize=(4 * len(works), 3.2), layout="constrained")
     places = figure.subplots(1, len(works), squeeze=False)[0]
-    for axes, (name, work) in zip(places, works.items(), strict=True):
+    for axes, (name, work) in zip(places, sorted(works.items()), strict=True):
         arms = work["arms"]
         bottoms = [0.0] * len(arms)
         for phase in PHASES:
