@@ -117,7 +117,7 @@ def _send(number: int, *, recursive: bool) -> None:
 
 
 def _first_failure(error: Any) -> tuple[str, int]:
-    """What the process that failed first has said, and its exit status. Others fail in consequence.
+    """What the process that failed first has said, and the exit status it told. Others fail in consequence.
 
     Torch tells the times of failures in seconds only, which are the same; those of the files in which they are said differ.
     """
@@ -126,5 +126,5 @@ def _first_failure(error: Any) -> tuple[str, int]:
         rank, failure = error.get_first_failure()
         return f"trl-opd train: error: process {rank} ended: {failure.message}", 1
     failure = min(said.values(), key=lambda failure: Path(failure.error_file).stat().st_mtime_ns)
-    # what it said with status 2 is about the arguments; some abort on their way out, after they have said why
-    return str(failure.message["message"]), 2 if failure.exitcode == 2 else 1
+    told: dict[str, Any] = failure.message
+    return str(told["message"]), told.get("status", 1)  # some are killed on their way out, after they have said why

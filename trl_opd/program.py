@@ -30,11 +30,9 @@ def run(command: Callable[[list[str]], int], argv: Sequence[str], name: str) -> 
             print(f"{PROGRAM} {name}: interrupted; nothing more was saved", file=sys.stderr)
         return 128 + signal.SIGINT
     except UsageError as error:
-        _say(error, f"{PROGRAM} {name}: error: {error}", debug)
-        return 2
+        return _say(error, f"{PROGRAM} {name}: error: {error}", 2, debug)
     except Exception as error:  # the last one to see it: a person reads one line, --debug brings the rest
-        _say(error, f"{PROGRAM} {name}: error: {_in_words(error)}", debug)
-        return 1
+        return _say(error, f"{PROGRAM} {name}: error: {_in_words(error)}", 1, debug)
 
 
 def _in_words(error: Exception) -> str:
@@ -44,16 +42,20 @@ def _in_words(error: Exception) -> str:
     return text if plain and text else f"{type(error).__name__}: {text} (--debug shows where)"
 
 
-def _say(error: Exception, line: str, debug: bool) -> None:
-    """Prints the line, or leaves it where the launcher of several processes finds it, who prints one."""
+def _say(error: Exception, line: str, status: int, debug: bool) -> int:
+    """Prints the line, or leaves it where the launcher of several processes finds it, who prints one; returns the status.
+
+    The status is left there too: the process may be ended by its launcher, since another failed, before it can exit with it.
+    """
     if debug:
         traceback.print_exception(error)
     if path := os.environ.get(ERROR_FILE):
-        said = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        said = {"message": line, "status": status, "extraInfo": {"timestamp": str(int(time.time()))}}
         with open(path, "w") as file:
             json.dump({"message": said}, file)
     else:
         print(line, file=sys.stderr)
+    return status
 
 
 def _show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
