@@ -29,7 +29,7 @@ from learning_arms import ARMS, train
 from learning_figures import as_points, best_rate, matrix_weights
 from learning_tables import RESULTS, run_key, show
 from learning_tasks import TASKS, Task
-from report import machine
+from report import load, machine
 
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 CHOICE_SEED, SEEDS = 0, (1, 2, 3)
@@ -45,8 +45,7 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        empty: dict[str, Any] = {"machine": {}, "tasks": {}, "runs": {}, "headline": {}}
-        self.found = json.loads(path.read_text()) if path.exists() else empty
+        self.found = load(path) or {"machine": {}, "tasks": {}, "runs": {}, "headline": {}}
 
     def get(self, part: str, key: str, make: Callable[[], Any]) -> Any:
         """What stands in it under a key; made, and written, if it does not."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,11 +18,6 @@ TARGETS = (0.5, 0.8)
 GAIN = 0.95
 """Of the headline: so much of the teacher's gain is to be reached."""
 Run = dict[str, Any]
-
-
-def load(path: Path = RESULTS) -> dict[str, Any] | None:
-    """What `learning.py` has written, if anything."""
-    return json.loads(path.read_text()) if path.exists() else None
 
 
 def run_key(task: str, arm: str, steps: int, batch: int, rate: float, seed: int) -> str:

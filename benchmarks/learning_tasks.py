@@ -24,11 +24,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     get_cosine_schedule_with_warmup,
@@ -144,34 +142,12 @@ def chain_heldout(n: int) -> Dataset:
 
 def chain_tokenizer() -> PreTrainedTokenizerFast:
     """A token for each digit and `=`; `<pad>` is 0, `<eos>` 1."""
-    vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", *"0123456789="])}
-    tokenizer = Tokenizer(models.WordLevel(vocab))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        padding_side="left",
-        model_input_names=["input_ids", "attention_mask"],
-    )
+    return addition.make_tokenizer("0123456789=")
 
 
 def chain_model(tokenizer: Any) -> LlamaForCausalLM:
     """A Llama of 2 layers, width 96."""
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=96,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=2 * DIGITS + 16,
-        initializer_range=0.06,  # at the default 0.02, meant for wide models, it learns later
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return LlamaForCausalLM(config)
+    return addition.make_model(tokenizer, context=2 * DIGITS + 16)
 
 
 TASKS = {

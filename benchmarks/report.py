@@ -39,9 +39,9 @@ def save(part: str, figures: Any) -> None:
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def load() -> dict[str, Any]:
-    """What is in the file of results."""
-    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+def load(path: Path = RESULTS) -> dict[str, Any]:
+    """What is in a file of results; nothing if there is none."""
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

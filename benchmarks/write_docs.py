@@ -66,8 +66,8 @@ def draw(works: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Writes all."""
-    results, text, learned = load(), DOCS.read_text(), learning_tables.load()
-    if learned is not None:
+    results, text, learned = load(), DOCS.read_text(), load(learning_tables.RESULTS)
+    if learned:
         results["learning"] = learned
         learning_tables.draw(learned, learning_tables.RESULTS.with_suffix(".png"))
     for part in MARKS:

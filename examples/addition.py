@@ -58,9 +58,9 @@ def accuracy(completions: list[str], answers: list[str]) -> float:
     return sum(c == a for c, a in zip(completions, answers, strict=True)) / len(answers)
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with a token for each of the 12 characters, `<pad>` (0) and `<eos>` (1)."""
-    vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", *"0123456789+="])}
+def make_tokenizer(characters: str = "0123456789+=") -> PreTrainedTokenizerFast:
+    """Returns a tokenizer with a token for each of the characters, `<pad>` (0) and `<eos>` (1)."""
+    vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocab))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -73,15 +73,15 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: Any) -> LlamaForCausalLM:
-    """Returns a randomly initialised Llama of 2 layers, width 96, 187K parameters."""
+def make_model(tokenizer: Any, context: int = 64) -> LlamaForCausalLM:
+    """Returns a randomly initialised Llama of 2 layers, width 96, 187K parameters, for at most `context` tokens."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=96,
         intermediate_size=192,
         num_hidden_layers=2,
         num_attention_heads=4,
-        max_position_embeddings=64,
+        max_position_embeddings=context,
         initializer_range=0.06,  # at the default 0.02, meant for wide models, the carry is often not found in time
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

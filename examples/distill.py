@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM
 
 from trl_opd import OnPolicyDistillationConfig, OnPolicyDistillationTrainer
 from trl_opd.arguments import Parser
+from trl_opd.curves import series
 from trl_opd.scripts import distill, load_data, make_trainer
 
 DEMO: dict[str, Any] = {
@@ -109,11 +110,6 @@ def report(trainer: OnPolicyDistillationTrainer, teacher: float | None) -> None:
         console.print(f"gap recovery {(after - before) / (teacher - before):.3f}")
         console.print(f"held-out reverse KL fell {kls[0][1] / max(kls[-1][1], 1e-9):.1f}-fold")
     console.print(f"student saved in {folder}, curves in {folder / 'curves.png'}")
-
-
-def series(history: list[dict[str, float]], name: str) -> list[tuple[float, float]]:
-    """(step, value) of a logged figure."""
-    return [(entry["step"], entry[name]) for entry in history if name in entry]
 
 
 if __name__ == "__main__":

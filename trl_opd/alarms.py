@@ -144,7 +144,7 @@ class AlarmCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Begins with what was logged before a checkpoint."""
         self.silent = list(ALARMS)
-        self.history = [*(entry for entry in state.log_history if "teacher_kl" in entry)]
+        self.history = [entry for entry in state.log_history if "teacher_kl" in entry]
 
     def on_log(
         self,

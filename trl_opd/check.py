@@ -6,7 +6,7 @@ probably wrong: warnings, not walls. What cannot work at all is an error, as it 
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, cast
@@ -58,11 +58,9 @@ class Finding:
     verdicts: list[str]
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Parses, checks, prints; returns 0 also where something looks wrong."""
-    own, data, args, model = Parser([CheckArguments], "trl-opd check", DESCRIPTION).parse(
-        sys.argv[1:] if argv is None else argv
-    )
+    own, data, args, model = Parser([CheckArguments], "trl-opd check", DESCRIPTION).parse(argv)
     args.report_to, args.eval_strategy = [], "no"
     train, _ = load_data(data, args)
     trainer = make_trainer(args, model, train)

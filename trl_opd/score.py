@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,11 +37,9 @@ class ScoreArguments:
     output: str = field(default="scores.parquet", metadata={"help": "File to write, a row for each completion."})
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Parses, scores, writes; returns 0."""
-    own, data, args, model = Parser([ScoreArguments], "trl-opd score", DESCRIPTION).parse(
-        sys.argv[1:] if argv is None else argv
-    )
+    own, data, args, model = Parser([ScoreArguments], "trl-opd score", DESCRIPTION).parse(argv)
     args.report_to, args.eval_strategy, args.output_dir = [], "no", str(Path(own.output).parent)
     rows, _ = load_data(data, args)
     records = score(make_trainer(args, model, None), list(rows))

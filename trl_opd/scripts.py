@@ -117,7 +117,7 @@ def distill(
     if trainer.args.push_to_hub:
         trainer.push_to_hub(dataset=dataset_name)  # which saves first
     else:
-        trainer.save_model()
+        trainer.save_model(_internal_call=True)  # whose card comes next: it would lack the data's name
         trainer.create_model_card(dataset=dataset_name)
     return None
 
