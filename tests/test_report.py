@@ -22,7 +22,7 @@ import torch
 from transformers import TrainerCallback
 
 import trl_opd
-from trl_opd import Completion, Rollout, RolloutCallback
+from trl_opd import Completion, Rollout, RolloutCallback, cli
 from trl_opd.callbacks import log_table
 from trl_opd.report import data, main
 from trl_opd.report.page import render, write_page
@@ -290,7 +290,7 @@ def test_a_run_without_records_shows_its_curves(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path)]) == 1
+    assert cli.main(["report", str(tmp_path)]) == 1
     assert "Pass the output_dir of a run" in capsys.readouterr().err
 
 
